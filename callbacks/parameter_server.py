@@ -17,18 +17,19 @@ from hps_keras.telemetry import Summary
 class ParameterServer(keras.callbacks.Callback):
     """Put it first in ``model.fit(callbacks=[...])``, on every rank.
 
-    On a worker it starts all from the chief's weights, exchanges gradients and parameters after every step, and at every epoch's
-    end synchronises: all workers then hold bitwise the same weights, and the epoch's logs are sample-weighted means over the
-    workers before any other callback reads them. One worker that wants to stop (``model.stop_training``) stops all.
+    On a worker it starts all from the chief's weights, exchanges gradients and parameters after every step, and at
+    every epoch's end synchronises: all workers then hold bitwise the same weights, and the epoch's logs are
+    sample-weighted means over the workers before any other callback reads them. One worker that wants to stop
+    (``model.stop_training``) stops all.
 
-    On a parameter server, `fit` serves the workers until the job ends and then leaves the process with exit code 0: nothing that
-    stands after `fit` in the script runs there.
+    On a parameter server, `fit` serves the workers until the job ends and then leaves the process with exit code 0:
+    nothing that stands after `fit` in the script runs there.
 
     In a world of one process it does nothing: training is plain Keras.
 
     Args:
-        return_on_server: True gives control back to the script on the server too after each `fit`, with an empty history and
-            the final weights in its model (which must be built).
+        return_on_server: True gives control back to the script on the server too after each `fit`, with an empty
+            history and the final weights in its model (which must be built).
 
     Attributes:
         summary: After `fit`, on workers: a :class:`hps_keras.telemetry.Summary`; ``print`` it for a table.
@@ -51,11 +52,13 @@ class ParameterServer(keras.callbacks.Callback):
 
     @property
     def last_step_seconds(self) -> float:
+        """Time that this worker's last training step took, without the exchange."""
         return self._exchange.last_seconds if self._exchange else 0.0
 
-    # -- hooks ------------------------------------------------------------------------------------------------------------
+    # -- hooks --
 
     def set_model(self, model: Any) -> None:
+        """Takes its place around the other callbacks."""
         super().set_model(model)
         if cluster.current().alone:
             return
@@ -64,6 +67,7 @@ class ParameterServer(keras.callbacks.Callback):
             backends.watch(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Serves, on a parameter server; sets the exchange up, on a worker."""
         here = cluster.current()
         if here.alone:
             return
@@ -71,7 +75,9 @@ class ParameterServer(keras.callbacks.Callback):
             self._serve(here)
             return
         if here.busy:
-            raise HpsError("an earlier fit on this worker did not end (an exception was caught?); the exchange cannot go on")
+            raise HpsError(
+                "an earlier fit on this worker did not end (an exception was caught?); the exchange cannot go on"
+            )
         worker.check_model(self.model)
         here.busy = "fit"
         exchange = self._exchange = worker.Exchange(worker.link(here), self.model, here.rank)
@@ -96,24 +102,26 @@ class ParameterServer(keras.callbacks.Callback):
         self.model._initial_epoch = sys.maxsize  # so that Keras runs no epoch and returns an empty history
 
     def on_test_begin(self, logs: Any = None) -> None:
+        """Synchronises before a validation inside `fit`."""
         if self._exchange:
             self._pause()  # validation must see the synchronised parameters
 
     def on_test_end(self, logs: Any = None) -> None:
+        """Notes how many samples the validation had."""
         if self._exchange:
             self._validated = _samples_seen(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Forgets the last validation."""
         self._validated = 0.0
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Synchronises and averages the logs in place."""
         if not self._exchange:
             return
         self._pause()
         logs = logs if logs is not None else {}
-        weights = {
-            name: (self._validated if name.startswith("val_") else float(self._epoch_samples)) for name in logs
-        }
+        weights = {name: (self._validated if name.startswith("val_") else float(self._epoch_samples)) for name in logs}
         logs.update(self._exchange.average(logs, weights))
 
     def _pause(self) -> None:
@@ -123,7 +131,7 @@ class ParameterServer(keras.callbacks.Callback):
             self._epoch_samples = self._exchange.samples
             self._exchange.pause(bool(self.model.stop_training))
 
-    # -- what must run after all other callbacks ------------------------------------------------------------------------------
+    # -- what must run after all other callbacks --
 
     def _joined(self) -> None:
         """All `on_train_begin` have run, a restored checkpoint is in place: join the others."""
@@ -187,8 +195,8 @@ def _place_around(first: ParameterServer) -> None:
             return
         frame = frame.f_back
     raise ConfigurationError(
-        "hps.callbacks.ParameterServer does not find the keras.callbacks.CallbackList that it is in: pass it in the callbacks list "
-        "of model.fit"
+        "hps.callbacks.ParameterServer does not find the keras.callbacks.CallbackList that it is in: pass it in the "
+        "callbacks list of model.fit"
     )
 
 
@@ -206,8 +214,9 @@ class _guard:
 
     def __call__(self, *arguments: Any) -> Any:
         raise HpsError(
-            "this model's optimizer was made by hps.DistributedOptimizer, but nothing exchanges its gradients here: add "
-            "hps.callbacks.ParameterServer() as the first callback of model.fit(...). train_on_batch is not supported yet"
+            "this model's optimizer was made by hps.DistributedOptimizer, but nothing exchanges its gradients here: "
+            "add hps.callbacks.ParameterServer() as the first callback of model.fit(...). train_on_batch is not "
+            "supported yet"
         )
 
 

@@ -1,6 +1,7 @@
 """A parameter server for Keras 3 over MPI: unequal machines train one model.
 
-Call :func:`init` first, wrap the optimizer in :func:`DistributedOptimizer`, add ``hps.callbacks.ParameterServer()`` to ``fit``.
+Call :func:`init` first, wrap the optimizer in :func:`DistributedOptimizer`, add ``hps.callbacks.ParameterServer()`` to
+``fit``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Both need Keras, which takes seconds to import and fixes its back end then; hpsrun and hps.init() need not wait for it.
+    # Both need Keras, which takes seconds to import and fixes its back end then; hpsrun and hps.init() need not wait
+    # for it.
     if name == "callbacks":
         return import_module("hps_keras.callbacks")
     if name == "DistributedOptimizer":

@@ -1,9 +1,9 @@
 """The only file that knows TensorFlow, JAX and torch: gradients out, parameters in, threads, devices.
 
-A worker's compiled step leaves its gradients in a *stash* (see :mod:`hps_keras.optimizer`); a :class:`Step` runs that step, counts
-its samples, copies the stash into a flat buffer and writes received parameters back. A server's :class:`Updater` applies the
-user's optimizer to variables of its own. Everything crosses as views of flat numpy buffers, without a copy wherever the back end
-can share aligned memory.
+A worker's compiled step leaves its gradients in a *stash* (see :mod:`hps_keras.optimizer`); a :class:`Step` runs that
+step, counts its samples, copies the stash into a flat buffer and writes received parameters back. A server's
+:class:`Updater` applies the user's optimizer to variables of its own. Everything crosses as views of flat numpy
+buffers, without a copy wherever the back end can share aligned memory.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def name() -> str:
     return found
 
 
-# -- what a process may use -------------------------------------------------------------------------------------------------
+# -- what a process may use --
 
 
 def set_threads(count: int) -> None:
     """Limits each back end to `count` threads, unless the user has chosen a number.
 
-    Ranks that share a machine would otherwise each start one thread per core and slow each other down. The environment is read
-    when a back end starts its thread pool, so this works before it is imported and as long as it has not computed anything.
+    Ranks that share a machine would otherwise each start one thread per core and slow each other down. The environment
+    is read when a back end starts its thread pool, so this works before it is imported and as long as it has not
+    computed anything.
     """
     for variable in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS", "NPROC"):
         os.environ.setdefault(variable, str(count))
@@ -58,8 +59,8 @@ def set_threads(count: int) -> None:
 
         if context.context()._initialized and not tensorflow.config.threading.get_intra_op_parallelism_threads():
             logger.warning(
-                "TensorFlow had already computed something when hps.init() was called, so its threads cannot be limited to this "
-                "rank's share of the CPUs (%d): call hps.init() before anything else",
+                "TensorFlow had already computed something when hps.init() was called, so its threads cannot be "
+                "limited to this rank's share of the CPUs (%d): call hps.init() before anything else",
                 count,
             )
 
@@ -80,19 +81,19 @@ def hide_accelerators() -> None:
         logger.warning("the parameter server keeps a GPU that was in use before hps.init(): %s", error)
 
 
-# -- a worker's step --------------------------------------------------------------------------------------------------------
+# -- a worker's step --
 
 
 class Stash(NamedTuple):
     """What an optimizer left behind in a step.
 
     Attributes:
-        count: How often the optimizer has been applied, modulo 2^20.
+        applied: How often the optimizer has been applied, modulo 2^20.
         rate: The learning rate of the last time.
         present: Indices of the tensors that have a gradient.
     """
 
-    count: int
+    applied: int
     rate: float
     present: tuple[int, ...]
 
@@ -117,13 +118,14 @@ class Step(ABC):
         """What the trainer expects its train function to return."""
 
     @abstractmethod
-    def stash(self, optimizer: Any) -> Stash: ...
+    def stash(self, optimizer: Any) -> Stash:
+        """What the optimizer left behind in the last step."""
 
     @abstractmethod
     def gradients(
         self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
     ) -> None:
-        """Copies the stashed gradients of the optimizer's `variables` (indices) into `views`, zeros where one has none."""
+        """Copies the stashed gradients of `variables` (indices) into `views`, zeros where one has none."""
 
     @abstractmethod
     def assign(self, optimizer: Any, variables: Sequence[int], views: Sequence[np.ndarray]) -> None:
@@ -217,8 +219,8 @@ class _JaxStep(Step):
             trainable = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
             if id(half.meta) not in slots:
                 raise ConfigurationError(
-                    f"optimizer {optimizer.name!r} is not the one that the model was compiled with: on JAX only that one's state "
-                    "passes through the step"
+                    f"optimizer {optimizer.name!r} is not the one that the model was compiled with: on JAX only that "
+                    "one's state passes through the step"
                 )
             known = self._places[id(optimizer)] = (
                 slots[id(half.meta)],
@@ -348,11 +350,14 @@ def watch(model: Any) -> None:
 
 def step(model: Any) -> Step:
     """Returns the :class:`Step` of the back end that Keras runs on."""
-    return {"tensorflow": _TensorFlowStep, "jax": _JaxStep, "torch": _TorchStep}[name()](model)
+    kinds: dict[str, Callable[[Any], Step]] = {
+        "tensorflow": _TensorFlowStep, "jax": _JaxStep, "torch": _TorchStep
+    }  # fmt: skip
+    return kinds[name()](model)
 
 
 def build(model: Any, arguments: Sequence[Any]) -> None:
-    """Builds a model that waits for its first batch to be built, from that batch's shapes alone (only TensorFlow has such).
+    """Builds, from a batch's shapes alone, a model that waits for its first batch (only TensorFlow has such).
 
     Args:
         model: The model.
@@ -371,12 +376,13 @@ def build(model: Any, arguments: Sequence[Any]) -> None:
         model._symbolic_build(data_batch=leaves)
     except Exception as error:
         raise ConfigurationError(
-            f"the model {model.name!r} has no weights yet, and Keras cannot build it from the shapes of a batch ({error}): call it "
-            "once on a batch, or model.build(...), before fit, so that all workers can start from the same weights"
+            f"the model {model.name!r} has no weights yet, and Keras cannot build it from the shapes of a batch "
+            f"({error}): call it once on a batch, or model.build(...), before fit, so that all workers can start from "
+            "the same weights"
         ) from error
 
 
-# -- a server's update ------------------------------------------------------------------------------------------------------
+# -- a server's update --
 
 
 class Updater(ABC):
@@ -487,5 +493,7 @@ class _TorchUpdater(Updater):
 
 def updater(optimizer: Any, variables: Sequence[Any], gradients: Sequence[np.ndarray]) -> Updater:
     """Returns the :class:`Updater` of the back end that Keras runs on."""
-    kinds = {"tensorflow": _TensorFlowUpdater, "jax": _JaxUpdater, "torch": _TorchUpdater}
+    kinds: dict[str, Callable[..., Updater]] = {
+        "tensorflow": _TensorFlowUpdater, "jax": _JaxUpdater, "torch": _TorchUpdater
+    }  # fmt: skip
     return kinds[name()](optimizer, variables, gradients)

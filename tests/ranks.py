@@ -1,9 +1,9 @@
 """Runs a function on several real MPI ranks and brings back what each of them returned.
 
 A test file defines plain functions that take no argument and return something JSON can hold; `run(function, n)` starts
-`n` processes through the launcher of this environment, calls `hps.init()` and the function in each, and returns one result per
-rank. Functions of one file can share a launch: `run([f, g], n)` calls them one after the other (TensorFlow takes seconds to
-import), and the results are those of each function.
+`n` processes through the launcher of this environment, calls `hps.init()` and the function in each, and returns one
+result per rank. Functions of one file can share a launch: `run([f, g], n)` calls them one after the other (TensorFlow
+takes seconds to import), and the results are those of each function.
 """
 
 from __future__ import annotations
@@ -77,7 +77,14 @@ def run(
     calls = [functions] if callable(functions) else list(functions)
     path = Path(sys.modules[calls[0].__module__].__file__ or "")
     with tempfile.TemporaryDirectory() as folder:
-        program = [sys.executable, __file__, str(path), folder, json.dumps(dict(init or {})), *(c.__name__ for c in calls)]
+        program = [
+            sys.executable,
+            __file__,
+            str(path),
+            folder,
+            json.dumps(dict(init or {})),
+            *(c.__name__ for c in calls),
+        ]
         done = launch(program, n, env, timeout)
         results: dict[str, dict[int, Any]] = {c.__name__: {} for c in calls}
         for file in sorted(Path(folder).glob("*.json")):
