@@ -7,6 +7,7 @@ in `MPI_Init` for ever. On the good path nothing is done: MPI is joined when the
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -32,6 +33,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     if not arguments:
         sys.exit("hps_keras.bootstrap: give a script, or -m and a module; hpsrun does that for you")
+    # The launcher mixes what the ranks print as it comes. In whole lines it stays legible, also with PYTHONUNBUFFERED.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         run.run_command_line(arguments)
     except SystemExit as stop:

@@ -289,8 +289,6 @@ def make_command(job: Job, launcher: Implementation, environ: Mapping[str, str])
     """Return the command line that starts `job`, and its environment."""
     result = dict(environ)
     result.update(job.settings)
-    # The launcher joins the ranks' output line by line; a block-buffered Python would hold it back for minutes.
-    result.setdefault("PYTHONUNBUFFERED", "1")
     result["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     command = [launcher.path or "mpiexec", "-n", str(job.ranks)]
     add = _openmpi_options if launcher.family == "openmpi" else _mpich_options
@@ -336,7 +334,7 @@ def _openmpi_options(job: Job, launcher: Implementation, environ: dict[str, str]
             options += ["--prefix", str(Path(launcher.path).resolve().parent.parent)]
     # Only these reach other hosts.
     names = {name for name in environ if name.startswith(("HPS_", "KERAS_", "TF_"))} | set(job.settings)
-    for name in sorted(names | {"PYTHONUNBUFFERED"}):
+    for name in sorted(names):
         options += ["-x", name]
     return options
 

@@ -122,7 +122,7 @@ def _group_memory(folder: Path) -> Iterator[int]:
         limits = [_text(folder / "memory.limit_in_bytes"), statistics.get("hierarchical_memory_limit", "")]
     for limit in map(_number, limits):
         if 0 <= limit < _UNLIMITED:
-            yield limit - max(0, used - droppable)
+            yield limit - max(0, used - max(0, droppable))
 
 
 def _machine_memory(root: Path) -> int:
