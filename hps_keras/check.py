@@ -13,11 +13,9 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -27,14 +25,10 @@ from typing import Any
 from hps_keras.errors import HpsError
 from hps_keras.launch import Job, choose_launcher, make_command
 from hps_keras.mpi import Implementation, find_library, installed_wheels
-from hps_keras.resources import affinity, available_cpus, available_memory
+from hps_keras.trial import MARK, MESSAGE_BYTES
 
 REQUIRED = {"keras": (3, 8), "mpi4py": (4, 1), "numpy": (1, 26), "psutil": (5, 9)}
 BACKENDS = ("tensorflow", "jax", "torch")
-
-_MARK = "HPS-CHECK "
-_MESSAGE_BYTES = 16 << 20
-_REPEATS = 8
 
 
 @dataclass(frozen=True)
@@ -143,14 +137,14 @@ def _backends(timeout: float) -> Iterator[Finding]:
     chosen, reason = chosen_backend()
     for name in present:
         role = f", chosen by {reason}" if name == chosen else ""
-        command = [sys.executable, "-c", f"import {name}; print('{_MARK}' + {name}.__version__)"]
+        command = [sys.executable, "-c", f"import {name}; print('{MARK}' + {name}.__version__)"]
         environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
         try:
             answer = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             yield Finding(name, f"import took more than {timeout:g} s{role}", "problem", "try --timeout 300")
             continue
-        version = re.search(rf"{_MARK}(\S+)", answer.stdout)
+        version = re.search(rf"{MARK}(\S+)", answer.stdout)
         if version:
             yield Finding(name, version.group(1) + role)
         else:
@@ -203,12 +197,12 @@ def _shared_memory(ranks: int) -> Iterator[Finding]:
 
 def _trial(options: argparse.Namespace, library: Implementation, launcher: Implementation) -> Iterator[Finding]:
     """Start the ranks really, and yield what they report."""
-    program = (sys.executable, "-m", "hps_keras.check")
+    program = (sys.executable, "-m", "hps_keras.trial")
     job = Job(options.np, program, {}, hosts=options.hosts, extra=tuple(options.mpi_args.split()))
     command, environ = make_command(job, launcher, os.environ)
     code, output = _run(command, environ, options.timeout)
     reports: list[dict[str, Any]] = [
-        json.loads(line[line.index(_MARK) + len(_MARK) :]) for line in output.splitlines() if _MARK in line
+        json.loads(line[line.index(MARK) + len(MARK) :]) for line in output.splitlines() if MARK in line
     ]
     remedy = "the output above is the launcher's" if output.strip() else "start it by hand: " + " ".join(command)
     if any(report["size"] != options.np for report in reports):
@@ -267,7 +261,7 @@ def _judge(report: dict[str, Any], ranks: int) -> Iterator[Finding]:
     yield Finding("ring", f"a message went around {ranks} ranks in {report['ring'] * 1e6:.0f} us")
     if report["bandwidth"] is not None:
         rate = report["bandwidth"] / 1e9
-        text = f"{rate:.2f} GB/s from rank 0 to rank {ranks - 1} in buffers of {_MESSAGE_BYTES >> 20} MiB"
+        text = f"{rate:.2f} GB/s from rank 0 to rank {ranks - 1} in buffers of {MESSAGE_BYTES >> 20} MiB"
         yield Finding("bandwidth", text)
     level = report["thread_level"]
     if level == "multiple":
@@ -289,79 +283,3 @@ def _judge(report: dict[str, Any], ranks: int) -> Iterator[Finding]:
             yield Finding(name, text, "note", "under 1 GiB a rank: raise the limit, or use smaller models and batches")
         else:
             yield Finding(name, text)
-
-
-def _rank() -> None:
-    """Be one rank of the trial: pass a message around, measure, and let rank 0 print what all found."""
-    import numpy as np
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD
-    size, me = comm.size, comm.rank
-    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
-    token = np.zeros(1, np.int64)
-    ring = 0.0
-    for _ in range(3):  # the first rounds also open the connections
-        comm.Barrier()
-        start = time.perf_counter()
-        if me == 0:
-            token[0] = 0
-            comm.Send(token, (me + 1) % size) if size > 1 else None
-        if size > 1:
-            comm.Recv(token, source=(me - 1) % size)
-        if me != 0:
-            token += 1
-            comm.Send(token, (me + 1) % size)
-        ring = time.perf_counter() - start
-    if me == 0 and token[0] != size - 1:
-        raise RuntimeError(f"the message came back with {token[0]} instead of {size - 1}: MPI loses or mixes messages")
-    own = {
-        "host": socket.gethostname(),
-        "cpus": available_cpus(),
-        "memory": available_memory(),
-        "affinity": sorted(affinity()),
-    }
-    everyone = comm.gather(own, root=0)
-    bandwidth = _bandwidth(comm, np)
-    if me != 0:
-        return
-    assert everyone is not None
-    for rank in everyone:
-        same = [other for other in everyone if other["host"] == rank["host"]]
-        rank["shared"] = len(same) > 1 and any(
-            set(other["affinity"]) & set(rank["affinity"]) for other in same if other is not rank
-        )
-    for rank in everyone:
-        del rank["affinity"]
-    report = {
-        "size": size,
-        "ring": ring,
-        "bandwidth": bandwidth,
-        "thread_level": levels.get(MPI.Query_thread(), "multiple"),
-        "ranks": everyone,
-    }
-    print(_MARK + json.dumps(report), flush=True)
-
-
-def _bandwidth(comm: Any, np: Any) -> float | None:
-    """Return bytes a second from the first to the last rank, None for a single rank."""
-    last = comm.size - 1
-    if last == 0:
-        return None
-    buffer = np.ones(_MESSAGE_BYTES, np.uint8)
-    best = float("inf")
-    for _ in range(_REPEATS):
-        comm.Barrier()
-        start = time.perf_counter()
-        if comm.rank == 0:
-            comm.Send(buffer, last, tag=1)
-            comm.Recv(buffer[:1], source=last, tag=2)
-        elif comm.rank == last:
-            comm.Recv(buffer, source=0, tag=1)
-            comm.Send(buffer[:1], 0, tag=2)
-        best = min(best, time.perf_counter() - start)
-    return float(comm.bcast(_MESSAGE_BYTES / best, root=0))
-
-
-if __name__ == "__main__":
-    _rank()
