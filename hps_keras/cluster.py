@@ -15,15 +15,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 from hps_keras import backends
 from hps_keras.errors import ConfigurationError, LaunchError
 from hps_keras.mpi import expected_world_size
 from hps_keras.resources import affinity, available_cpus
-from hps_keras.wire import Patience, Wire
+from hps_keras.wire import Header, Kind, Patience, Wire
 
 logger = logging.getLogger("hps_keras")
 
@@ -121,7 +121,6 @@ class Cluster:
     busy: str | None = None
     link: Any = None
     server: Any = None
-    restore: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def is_server(self) -> bool:
@@ -146,6 +145,9 @@ class Cluster:
 
 
 _cluster: Cluster | None = None
+_me = "this process"  # how this process calls itself when it fails
+_restore: list[Callable[[], Any]] = []  # undoes what init() changed in the interpreter
+_exit = os._exit
 
 
 def current() -> Cluster:
@@ -182,31 +184,41 @@ def init(
     global _cluster
     if _cluster is not None:
         return
-    settings = Settings.of(server_ranks=server_ranks, server_device=server_device, timeout=timeout, polling=polling)
     MPI = _load_mpi()
+    _check_launch(MPI.COMM_WORLD.size, MPI)
     if comm is None:
         comm = MPI.COMM_WORLD
-        _check_launch(comm.size, MPI)
+    elif comm == MPI.COMM_NULL:
+        raise ConfigurationError(
+            "comm is COMM_NULL: this process is not in the communicator; call init on its members only"
+        )
     _say_with_rank(comm.rank)
+    if comm.size > 1:
+        _end_together(f"world rank {comm.rank}")  # before anything can fail on this rank alone
+    settings, problem = Settings(), ""
+    servers: tuple[int, ...] = ()
+    try:
+        settings = Settings.of(server_ranks=server_ranks, server_device=server_device, timeout=timeout, polling=polling)
+        servers = _resolve(settings.server_ranks, comm.size) if comm.size > 1 else ()
+    except ConfigurationError as error:
+        problem = str(error)
     if comm.size == 1:
+        if problem:
+            raise ConfigurationError(problem)
         _cluster = Cluster(None, 0, (), (0,), (0,), settings)
         logger.warning(
             "one process alone: training is plain Keras on this process (start several with hpsrun -np 4 ...)"
         )
-        atexit.register(shutdown)
+        atexit.register(_at_exit)
         return
-    servers = _resolve(settings.server_ranks, comm.size)
     own = comm.Dup()
-    views = own.allgather((servers, affinity()))
-    if any(view[0] != servers for view in views):
-        raise ConfigurationError(
-            f"server_ranks (HPS_SERVER_RANKS) differ between ranks: {[list(v[0]) for v in views]}; give all the same"
-        )
+    views = own.allgather((problem, servers, affinity()))
+    _refuse_together(own.rank, [view[0] for view in views], [view[1] for view in views])
     node_comm = own.Split_type(MPI.COMM_TYPE_SHARED)
     node = tuple(node_comm.allgather(own.rank))
     node_comm.Free()
-    cpus = views[own.rank][1]
-    sharers = [len(cpus & views[r][1]) / max(len(views[r][1]), 1) for r in node]
+    cpus = views[own.rank][2]
+    sharers = [len(cpus & views[r][2]) / max(len(views[r][2]), 1) for r in node]
     workers = tuple(r for r in range(own.size) if r not in servers)
     cluster = Cluster(own, own.rank, servers, workers, tuple(r for r in node if r in workers), settings)
     crowded = sum(sharers) > len(cpus)
@@ -215,8 +227,8 @@ def init(
         backends.hide_accelerators()
     backends.set_threads(max(1, int(available_cpus() / max(1.0, sum(1 for s in sharers if s > 0)))))
     _cluster = cluster
-    _end_together(cluster, MPI)
-    atexit.register(shutdown)
+    _end_together(cluster.name(own.rank))
+    atexit.register(_at_exit)
 
 
 def shutdown() -> None:
@@ -225,22 +237,40 @@ def shutdown() -> None:
     An interpreter that ends in the middle of `fit` has failed, and takes the job with it.
     """
     global _cluster
-    cluster, _cluster = _cluster, None
+    cluster = _cluster
     if cluster is None:
         return
+    if cluster.busy:
+        _cry(f"{_me} ends its process in the middle of {cluster.busy}; ending the job")
+        abort(1)
+    _cluster = None
     if cluster.alone:
         return
-    if cluster.busy:
-        logger.error("this process ends in the middle of %s: ending the job", cluster.busy)
-        abort(1)
-    from hps_keras import server, worker
-
     if cluster.is_server:
+        from hps_keras import server
+
         server.see_off(cluster)
     else:
-        worker.leave(cluster)
-    for undo in cluster.restore:
-        undo()
+        _leave(cluster)
+    while _restore:
+        _restore.pop()()
+
+
+def _leave(cluster: Cluster) -> None:
+    """Tells the server that this worker's process ends (without Keras, which must not be imported at exit)."""
+    assert cluster.wire is not None
+    dest = cluster.servers[0]
+    sending = cluster.wire.post(dest, Header(Kind.LEAVE))
+    cluster.wire.patience.until(sending.done, 10.0, lambda: f"{cluster.name(dest)} is gone already")
+    cluster.wire.cancel()
+
+
+def _at_exit() -> None:
+    # Python prints what an exit hook raises and leaves with the code that it had, 0 mostly.
+    try:
+        shutdown()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def is_initialized() -> bool:
@@ -289,15 +319,25 @@ def is_worker() -> bool:
     return not current().is_server
 
 
-def abort(code: int) -> None:
+def abort(code: int) -> NoReturn:
     """Ends the whole job at once, on all ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a closed stream must not keep the job alive
+            pass
     time.sleep(0.2)  # the launcher still has to forward what was just printed
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Abort(code)
-    os._exit(code)
+    _exit(code)
+
+
+def _cry(text: str) -> None:
+    try:
+        sys.stderr.write(f"\n{text}\n")
+    except (OSError, ValueError, AttributeError):  # closed, or None: a message that nobody reads
+        pass
 
 
 def _load_mpi() -> Any:
@@ -334,6 +374,19 @@ def _resolve(server_ranks: tuple[int, ...], world: int) -> tuple[int, ...]:
     return tuple(sorted(r % world for r in server_ranks))
 
 
+def _refuse_together(me: int, problems: Sequence[str], servers: Sequence[tuple[int, ...]]) -> None:
+    """Raises on all ranks what is wrong on one of them; the others would wait for it for ever."""
+    if problems[me]:
+        raise ConfigurationError(problems[me])
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise ConfigurationError(f"on world rank {rank}: {problem}")
+    if len(set(servers)) > 1:
+        raise ConfigurationError(
+            f"server_ranks (HPS_SERVER_RANKS) differ between ranks: {[list(s) for s in servers]}; give all the same"
+        )
+
+
 def _say_with_rank(world_rank: int) -> None:
     """Our log lines reach the user although the script has set up no logging, and say which rank speaks."""
     if logger.hasHandlers():
@@ -344,29 +397,39 @@ def _say_with_rank(world_rank: int) -> None:
     logger.setLevel(logging.INFO)
 
 
-def _end_together(cluster: Cluster, MPI: Any) -> None:
-    """Makes an uncaught exception, Ctrl-C or SIGTERM on this rank end the job on all."""
-    me = cluster.name(cluster.world_rank)
+def _end_together(me: str) -> None:
+    """Makes an uncaught exception, Ctrl-C or SIGTERM on this rank end the job on all; `me` names it in the message."""
+    global _me
+    _me = me
+    if _restore:
+        return
     previous_hook = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
-        sys.stderr.write(f"\n{me} failed; ending the job:\n{text}\n")
+        _cry(f"{_me} failed; ending the job:\n{text}")
         abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def terminate(number: int, frame: Any) -> None:
-        sys.stderr.write(f"\n{me} received {signal.Signals(number).name}; ending the job\n")
+        _cry(f"{_me} received {signal.Signals(number).name}; ending the job")
         abort(128 + number)
 
+    process = os.getpid()
+
+    def leave_at_once(status: int) -> NoReturn:
+        # MPICH's launcher kills the other ranks then, and returns the status: 0 would make it a success.
+        if os.getpid() == process and _cluster is not None and _cluster.busy:
+            _cry(f"{_me} calls os._exit in the middle of {_cluster.busy}; ending the job")
+            abort(status or 1)
+        _exit(status)
+
     sys.excepthook = report
-    cluster.restore.append(lambda: setattr(sys, "excepthook", previous_hook))
+    _restore.append(lambda: setattr(sys, "excepthook", previous_hook))
+    os._exit = leave_at_once
+    _restore.append(lambda: setattr(os, "_exit", _exit))
     try:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, terminate)
-
-            def undo() -> None:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-            cluster.restore.append(undo)
+            _restore.append(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     except ValueError:
         logger.info("init() runs outside the main thread: SIGTERM on this rank ends only this process")

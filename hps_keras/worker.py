@@ -110,23 +110,12 @@ class Link:
         """Makes one decision for all workers, see :func:`hps_keras.coordinator.consensus`."""
         return self.gather(name, {"mean": mean or {}, "any": any_, "chief": chief})[0]
 
-    def leave(self) -> None:
-        """Says that this process ends."""
-        sending = self._wire.post(self.server, Header(Kind.LEAVE))
-        self._wire.patience.until(sending.done, 10.0, lambda: f"{self._cluster.name(self.server)} is gone already")
-        self._wire.cancel()
-
 
 def link(cluster: Cluster) -> Link:
     """Returns the process's line to the server."""
     if cluster.link is None:
         cluster.link = Link(cluster)
     return cluster.link
-
-
-def leave(cluster: Cluster) -> None:
-    """Tells the server that this worker's process ends."""
-    link(cluster).leave()
 
 
 class _Group:
