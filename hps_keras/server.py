@@ -7,6 +7,7 @@ the parameters, one for a payload under way, and Keras's own variables and slots
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,10 +29,12 @@ from hps_keras.coordinator import (
     Take,
     Update,
     Wait,
+    WorkerStatistics,
     consensus,
 )
 from hps_keras.errors import ConfigurationError, ExchangeTimeout, ProtocolError
 from hps_keras.layout import ParameterLayout, aligned_zeros, shapes_difference
+from hps_keras.telemetry import row
 from hps_keras.wire import Flag, Header, Kind, Sending
 
 logger = logging.getLogger("hps_keras")
@@ -102,6 +105,8 @@ class Server:
         self._extras: tuple[Sequence[int], list[np.ndarray]] = ((), [])
         self._returns = False
         self._served = False
+        self._before = self._totals()
+        self._first_versions: list[int] = []
 
     # -- the loop --
 
@@ -258,6 +263,7 @@ class Server:
 
     def _entered(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
         self._served = True
+        self._before = self._totals()
         chief = min(values)
         for rank, value in values.items():
             if value["epochs"] != values[chief]["epochs"]:
@@ -317,6 +323,7 @@ class Server:
             self._groups.append(group)
         self._places = [d["places"] for d in descriptions]
         self._coordinator.define([g.version for g in self._groups], parse(descriptions[0]["consistency"]))
+        self._first_versions = [g.version for g in self._groups]
         tokens = [d["token"] for d in descriptions]
         self._reply(list(values), {"versions": [g.version for g in self._groups], "tokens": tokens})
 
@@ -402,31 +409,20 @@ class Server:
         for place, value in zip(*self._extras):
             weights[place].assign(value)
 
+    def _totals(self) -> list[tuple[WorkerStatistics, int, int]]:
+        """Per worker what it did since the server started, and the bytes that came from it and went to it."""
+        received, sent = self._wire.bytes_received, self._wire.bytes_sent
+        return [
+            (copy.deepcopy(self._coordinator.statistics(rank)), received.get(world_rank, 0), sent.get(world_rank, 0))
+            for rank, world_rank in enumerate(self._cluster.workers)
+        ]
+
     def summary(self) -> dict[str, Any]:
-        """What each worker did; see :class:`hps_keras.telemetry.Summary`."""
-        rows = []
-        for rank, world_rank in enumerate(self._cluster.workers):
-            s = self._coordinator.statistics(rank)
-            applied = sum(s.staleness.values())
-            rows.append(
-                {
-                    "worker": rank,
-                    "steps": s.pushes,
-                    "samples": s.samples,
-                    "samples_per_second": s.timed_samples / s.training_seconds if s.training_seconds else 0.0,
-                    "batch_size": s.last_batch,
-                    "compute_seconds": s.compute_seconds,
-                    "waiting_seconds": s.waiting_seconds,
-                    "mean_staleness": sum(k * n for k, n in s.staleness.items()) / applied if applied else 0.0,
-                    "max_staleness": max(s.staleness, default=0),
-                    "bytes_up": self._wire.bytes_received.get(world_rank, 0),
-                    "bytes_down": self._wire.bytes_sent.get(world_rank, 0),
-                }
-            )
+        """What each worker did in this `fit`; see :class:`hps_keras.telemetry.Summary`."""
         return {
             "consistency": str(self._coordinator.consistency),
-            "updates": [g.version for g in self._groups],
-            "workers": rows,
+            "updates": [g.version - first for g, first in zip(self._groups, self._first_versions)],
+            "workers": [row(n, *both) for n, both in enumerate(zip(self._totals(), self._before))],
         }
 
 
