@@ -26,7 +26,7 @@ from typing import Any
 
 from hps_keras.consistency import Consistency
 
-_LOG_EVERY = 60.0
+_LOG_EVERY = 60.0  # also how long a wait must have lasted to be worth a line
 
 
 class State(enum.Enum):
@@ -172,6 +172,15 @@ class _Group:
     largest: dict[int, int] = field(default_factory=dict)
 
 
+_ASKED_WHILE = {
+    "enter": State.OUTSIDE,
+    "weights": State.TRAINING,
+    "declare": State.TRAINING,
+    "pause": State.TRAINING,
+    "resume": State.PAUSED,
+}
+
+
 class Coordinator:
     """Decides what becomes of every push and of every agreement.
 
@@ -213,8 +222,8 @@ class Coordinator:
 
     @property
     def in_fit(self) -> tuple[int, ...]:
-        """Workers that are inside `fit` now."""
-        return self._where(State.JOINING, State.TRAINING, State.PAUSED)
+        """Workers that are inside the present `fit`; one that joins waits for the next and is not among them."""
+        return self._where(State.TRAINING, State.PAUSED)
 
     # -- events --
 
@@ -226,12 +235,19 @@ class Coordinator:
     def push(self, push: Push, now: float) -> list[Decision]:
         """A worker's gradient was announced."""
         worker = self._workers[push.worker]
-        if worker.state is not State.TRAINING or push.group >= len(self._groups) or push.group in worker.held:
-            return [Fail(f"worker {push.worker} pushed for optimizer {push.group} while {worker.state.value}")]
+        if worker.state is not State.TRAINING or worker.gather or push.group in worker.held:
+            return self._refuse(push.worker, f"pushes for optimizer {push.group}")
+        if push.group >= len(self._groups):
+            return self._refuse(push.worker, f"pushes for optimizer {push.group} of {len(self._groups)}")
+        group = self._groups[push.group]
+        behind = group.version - push.version
+        if behind < 0 or (behind and self.consistency.synchronous):
+            return self._refuse(
+                push.worker, f"pushes on version {push.version} of optimizer {push.group} instead of {group.version}"
+            )
         worker.held[push.group] = push
         worker.asked_at = worker.reminded_at = now
         self._count(worker, push)
-        group = self._groups[push.group]
         if push.samples:
             group.largest[push.worker] = max(push.samples, group.largest.get(push.worker, 0))
         if self.consistency.synchronous:
@@ -245,13 +261,11 @@ class Coordinator:
         The names ``enter``, ``pause`` and ``resume`` also move the worker from state to state.
         """
         me = self._workers[worker]
+        if me.state is State.LEFT or self._asks(me) or me.state is not _ASKED_WHILE.get(name, me.state):
+            return self._refuse(worker, "enters another fit" if name == "enter" else f"asks for {name!r}")
         if name == "enter":
-            if me.state is not State.OUTSIDE:
-                return [Fail(f"worker {worker} entered fit while it was {me.state.value}: an earlier fit did not end")]
             me.state, me.steps = State.JOINING, 0
         elif name == "pause":
-            if me.state is not State.TRAINING:
-                return [Fail(f"worker {worker} ended an epoch while it was {me.state.value}")]
             self._stand_down(me, State.PAUSED, now)
         me.gather = (name, sequence)
         me.asked_at = me.reminded_at = now
@@ -265,16 +279,16 @@ class Coordinator:
     def exit(self, worker: int, now: float) -> list[Decision]:
         """A worker's `fit` has returned."""
         me = self._workers[worker]
-        if me.state is State.LEFT or me.held or me.gather:
-            return [Fail(f"worker {worker} left fit while it was {me.state.value} with a request unanswered")]
+        if me.state not in (State.TRAINING, State.PAUSED) or self._asks(me):
+            return self._refuse(worker, "leaves fit")
         self._stand_down(me, State.OUTSIDE, now)
         return self._settle(now)
 
     def leave(self, worker: int, now: float) -> list[Decision]:
         """A worker's process ends."""
         me = self._workers[worker]
-        if me.state is not State.OUTSIDE:
-            return [Fail(f"worker {worker} ended its process inside fit ({me.state.value})")]
+        if me.state is not State.OUTSIDE or self._asks(me):
+            return self._refuse(worker, "ends its process")
         me.state = State.LEFT
         return self._settle(now)
 
@@ -379,7 +393,7 @@ class Coordinator:
     def _complete(self, key: tuple[str, int], contributions: dict[int, Any], now: float) -> Complete:
         del self._gathers[key]
         if key[0] == "enter":
-            self._stop = False
+            self._stop, self._groups = False, []
         for rank in contributions:
             worker = self._workers[rank]
             worker.gather, worker.owes_since = None, now
@@ -416,19 +430,27 @@ class Coordinator:
             return f"{worker.gather[0]!r} number {worker.gather[1]}"
         return "a round of " + " and ".join(f"optimizer {g}" for g in sorted(worker.held))
 
+    def _refuse(self, rank: int, did: str) -> list[Decision]:
+        worker = self._workers[rank]
+        waits = f" and waits in {self._request(worker)}" if self._asks(worker) else ""
+        return [Fail(f"worker {rank} {did} while it is {worker.state.value}{waits}")]
+
     def _awaited(self, worker: _Worker) -> tuple[int, ...]:
         if worker.gather:
-            given = self._gathers[worker.gather]
-            return tuple(sorted(self._required(worker.gather[0], given) - set(given)))
-        missing = set(self._where(State.TRAINING))
-        for index in worker.held:
-            missing -= set(self._groups[index].round)
-        return tuple(sorted(missing))
+            return self._missing_in_gather(worker.gather)
+        return tuple(sorted({r for index in worker.held for r in self._missing_in_round(index)}))
+
+    def _missing_in_gather(self, key: tuple[str, int]) -> tuple[int, ...]:
+        given = self._gathers[key]
+        return tuple(sorted(self._required(key[0], given) - set(given)))
+
+    def _missing_in_round(self, index: int) -> tuple[int, ...]:
+        return tuple(rank for rank in self._where(State.TRAINING) if rank not in self._groups[index].round)
 
     def _stand_down(self, worker: _Worker, state: State, now: float) -> None:
         if state is State.PAUSED and worker.steps > 1:
             worker.statistics.training_seconds += now - worker.training_since
-        worker.state = state
+        worker.state, worker.owes_since = state, now
 
     @staticmethod
     def _count(worker: _Worker, push: Push) -> None:
@@ -454,44 +476,16 @@ class Coordinator:
         )
 
     def _say_who_is_awaited(self, now: float) -> list[Decision]:
+        waits = [(repr(key[0]), given, self._missing_in_gather(key)) for key, given in sorted(self._gathers.items())]
+        for index, group in enumerate(self._groups):
+            waits.append((f"a round of optimizer {index}", group.round, self._missing_in_round(index)))
         lines: list[Decision] = []
-        for key, given in sorted(self._gathers.items()):
-            missing = sorted(self._required(key[0], given) - set(given))
-            whom = ", ".join(f"worker {r} ({self._workers[r].state.value})" for r in missing)
-            lines.append(Log(f"{key[0]!r} waits for {whom}"))
-        outside = self._where(State.OUTSIDE)
+        for what, given, missing in waits:
+            seconds = now - min((self._workers[r].asked_at for r in given), default=now)
+            if seconds >= _LOG_EVERY:
+                whom = ", ".join(f"worker {r} ({self._workers[r].state.value})" for r in missing)
+                lines.append(Log(f"{what} has waited {seconds:.0f} s for {whom}"))
+        outside = [r for r in self._where(State.OUTSIDE) if now - self._workers[r].owes_since >= _LOG_EVERY]
         if not lines and outside and not self.in_fit:
-            lines.append(Log(f"waiting for workers {list(outside)}, which are outside fit"))
+            lines.append(Log(f"waiting for workers {outside}, which are outside fit"))
         return lines
-
-
-def consensus(contributions: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Reduces what workers brought to an agreement to one decision; the same on all, whatever the order of arrival.
-
-    Args:
-        contributions: Per worker a dictionary with any of ``mean`` (name -> ``[value, weight]``, value a number or a
-            list of numbers), ``any`` (a flag) and ``chief`` (anything).
-
-    Returns:
-        ``mean``: name -> weighted mean over the workers that have the name (plain mean when all weights are 0);
-        ``any``: whether one flag was set; ``chief``: the value of the lowest rank.
-    """
-    ranks = sorted(contributions)
-    means: dict[str, Any] = {}
-    names = dict.fromkeys(name for rank in ranks for name in contributions[rank].get("mean", {}))
-    for name in names:
-        entries = [contributions[r]["mean"][name] for r in ranks if name in contributions[r].get("mean", {})]
-        total = sum(weight for _, weight in entries)
-        weights = [weight / total if total else 1 / len(entries) for _, weight in entries]
-        values = [value for value, _ in entries]
-        if isinstance(values[0], list):
-            means[name] = [sum(w * v for w, v in zip(weights, column)) for column in zip(*values)]
-        elif all(value == values[0] for value in values):
-            means[name] = values[0]  # so that what is equal everywhere (a learning rate) stays bit for bit
-        else:
-            means[name] = sum(w * v for w, v in zip(weights, values))
-    return {
-        "mean": means,
-        "any": any(contributions[r].get("any", False) for r in ranks),
-        "chief": contributions[ranks[0]].get("chief"),
-    }

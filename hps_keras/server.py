@@ -17,6 +17,7 @@ import numpy as np
 
 from hps_keras import backends, wire
 from hps_keras.cluster import Cluster
+from hps_keras.consensus import consensus
 from hps_keras.consistency import BSP, parse
 from hps_keras.coordinator import (
     Answer,
@@ -30,7 +31,6 @@ from hps_keras.coordinator import (
     Update,
     Wait,
     WorkerStatistics,
-    consensus,
 )
 from hps_keras.errors import ConfigurationError, ExchangeTimeout, ProtocolError
 from hps_keras.layout import ParameterLayout, aligned_zeros, shapes_difference

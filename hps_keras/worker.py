@@ -107,7 +107,7 @@ class Link:
     def agree(
         self, name: str, mean: dict[str, Any] | None = None, any_: bool = False, chief: Any = None
     ) -> dict[str, Any]:
-        """Makes one decision for all workers, see :func:`hps_keras.coordinator.consensus`."""
+        """Makes one decision for all workers, see :func:`hps_keras.consensus.consensus`."""
         return self.gather(name, {"mean": mean or {}, "any": any_, "chief": chief})[0]
 
 
