@@ -1,0 +1,304 @@
+"""LeNet-5 on MNIST: one parameter server, and workers that need not be equally fast.
+
+    hpsrun -np 4 examples/mnist_lenet5.py                       3 workers and a parameter server
+    mpiexec -n 4 python examples/mnist_lenet5.py --epochs 3     the same, by MPI's own launcher
+    python examples/mnist_lenet5.py                             one process alone: plain Keras
+    hpsrun -np 4 examples/mnist_lenet5.py --demo                what unequal workers cost with BSP, and win with ASP
+
+`--speeds 1,1,0.5` *emulates* a slow worker: it sleeps after each step, so that its steps take twice as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # or TensorFlow greets the user once for each rank
+
+import keras
+import numpy as np
+
+import hps_keras as hps
+
+SUBSET = Path(__file__).parent / "data" / "mnist-subset.npz"
+DEMO_STEP = 0.06
+"""Seconds that a step takes on an emulated device of speed 1. Long against the real step on any machine, so that the
+demo shows the same on a laptop with two cores."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--epochs", type=int, default=3, help="passes over the training images (3)")
+    add("--batch-size", type=int, default=64, help="images in a step of one worker (64)")
+    add("--lr", type=float, default=0.1, help="learning rate (0.1); with asp it is divided by the number of workers")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD (0.9)")
+    add("--consistency", default=os.environ.get("HPS_CONSISTENCY", "bsp"), help="bsp or asp (HPS_CONSISTENCY, or bsp)")
+    add("--speeds", type=speeds, metavar="1,1,0.5", help="emulate workers of these speeds, each over 0 and at most 1")
+    add("--full", action="store_true", help="all 60,000 images, from where keras.datasets keeps them")
+    add("--data", type=Path, metavar="FILE", help="another file like mnist.npz")
+    add("--seed", type=int, default=1, help="seed of the weights and of the order of the images (1)")
+    add("--demo", action="store_true", help="compare BSP and ASP on emulated workers of speeds 1, ..., 1, 0.5")
+    return parser.parse_args()
+
+
+def speeds(text: str) -> list[float]:
+    """Reads `--speeds`."""
+    values = [float(word) for word in text.split(",")]
+    if not all(0 < value <= 1 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r}: a speed is over 0 and at most 1")
+    return values
+
+
+@dataclass
+class Images:
+    """Images of shape (n, 28, 28, 1), float32 from 0 to 1, and their digits."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def shard(self, shares: Sequence[float], index: int) -> Images:
+        """Cuts the images into pieces in proportion to `shares` and returns one of them."""
+        ends = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * len(self.y)).astype(int)
+        piece = slice(ends[index], ends[index + 1])
+        return Images(self.x[piece], self.y[piece])
+
+
+def load(args: argparse.Namespace) -> tuple[Images, Images]:
+    """Returns the training and the test images."""
+    if args.full and args.data is None:
+        arrays = load_full()
+    else:
+        with np.load(args.data or SUBSET) as file:
+            arrays = {name: file[name] for name in ("x_train", "y_train", "x_test", "y_test")}
+
+    def images(part: str) -> Images:
+        return Images(arrays[f"x_{part}"][..., None].astype("float32") / 255, arrays[f"y_{part}"].astype("int32"))
+
+    return images("train"), images("test")
+
+
+def load_full() -> dict[str, np.ndarray]:
+    """Returns the whole MNIST; Keras downloads it unless it has done so before."""
+    import fcntl
+
+    folder = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras"), "datasets")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "mnist.lock", "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # one rank downloads, the others then find the file
+        try:
+            (x_train, y_train), (x_test, y_test) = keras.datasets.mnist.load_data()
+        except Exception as error:
+            sys.exit(f"--full: {folder / 'mnist.npz'} cannot be had ({error}); give such a file with --data FILE")
+    return {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}
+
+
+def lenet5() -> keras.Model:
+    """Returns LeNet-5 (LeCun 1998) as it is taught today, with all maps connected: 61,706 parameters, logits out."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            layers.Conv2D(6, 5, padding="same", activation="tanh"),
+            layers.AveragePooling2D(2),
+            layers.Conv2D(16, 5, activation="tanh"),
+            layers.AveragePooling2D(2),
+            layers.Flatten(),
+            layers.Dense(120, activation="tanh"),
+            layers.Dense(84, activation="tanh"),
+            layers.Dense(10),
+        ],
+        name="lenet5",
+    )
+
+
+class EmulatedSpeed(keras.callbacks.Callback):
+    """Makes this worker slow: sleeps after each step until it has taken as long as on a device of that speed.
+
+    Args:
+        ps: Knows how long the step really took.
+        speed: 0.5 doubles the time of a step.
+        step_seconds: Time of a step at speed 1; the real one when None.
+    """
+
+    def __init__(self, ps: hps.callbacks.ParameterServer, speed: float, step_seconds: float | None = None) -> None:
+        super().__init__()
+        self.ps, self.speed, self.step_seconds = ps, speed, step_seconds
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Sleeps."""
+        real = self.ps.last_step_seconds
+        time.sleep(max(0.0, (self.step_seconds or real) / self.speed - real))
+
+
+class Stopwatch(keras.callbacks.Callback):
+    """Takes the time at the start and at the ends of epochs, where all workers stand together."""
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Starts."""
+        self.times = [time.perf_counter()]
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Takes the time."""
+        self.times.append(time.perf_counter())
+
+    @property
+    def epoch_seconds(self) -> float:
+        """Mean time of an epoch; the first, in which the step is compiled, left out when there are more."""
+        counted = self.times[1:] if len(self.times) > 2 else self.times
+        return (counted[-1] - counted[0]) / (len(counted) - 1)
+
+
+@dataclass
+class Result:
+    """What came of a training. Samples a second count all workers, and the waiting at the ends of epochs."""
+
+    summary: object
+    samples_per_second: float
+    seconds: float
+    accuracy: float
+
+
+def train(
+    args: argparse.Namespace,
+    training: Images,
+    test: Images,
+    consistency: str,
+    shares: Sequence[float],
+    worker_speeds: Sequence[float] | None,
+    step_seconds: float | None = None,
+) -> Result:
+    """Trains a new LeNet-5 with all workers.
+
+    Args:
+        args: The command line.
+        training: All training images; each worker takes a shard of them.
+        test: All test images.
+        consistency: `"bsp"` or `"asp"`.
+        shares: How large each worker's shard is, relative to the others'.
+        worker_speeds: Speeds to emulate, or None.
+        step_seconds: Emulated time of a step at speed 1; None stretches the real one.
+    """
+    mine = training.shard(shares, hps.rank())
+    keras.utils.set_random_seed(args.seed + hps.rank())  # all start from the chief's weights, but shuffle differently
+    model = lenet5()
+    # N workers that each apply their gradients alone move the weights N times as far as one average of them does.
+    rate = args.lr / hps.size() if consistency.lower() == "asp" else args.lr
+    model.compile(
+        optimizer=hps.DistributedOptimizer(keras.optimizers.SGD(rate, args.momentum), consistency=consistency),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    ps = hps.callbacks.ParameterServer()
+    watch = Stopwatch()
+    callbacks: list[keras.callbacks.Callback] = [ps, watch]
+    if worker_speeds is not None:
+        callbacks.append(EmulatedSpeed(ps, worker_speeds[hps.rank()], step_seconds))
+    # A progress bar needs a terminal, and behind mpiexec there is none.
+    verbose = (1 if sys.stdout.isatty() else 2) if is_chief() else 0
+    model.fit(mine.x, mine.y, batch_size=args.batch_size, epochs=args.epochs, verbose=verbose, callbacks=callbacks)
+    # Only workers get here: in `fit` the parameter server has served until the job ended.
+    _, accuracy = model.evaluate(test.x, test.y, batch_size=500, verbose=0)
+    return Result(ps.summary, len(training.y) / watch.epoch_seconds, watch.times[-1] - watch.times[0], accuracy)
+
+
+def is_chief() -> bool:
+    """Whether this process is the one that speaks to the user."""
+    return hps.is_worker() and hps.rank() == 0
+
+
+def say(*lines: str) -> None:
+    """Prints on the chief."""
+    if is_chief():
+        print(*lines, sep="\n", flush=True)
+
+
+def once(args: argparse.Namespace, training: Images, test: Images) -> None:
+    """Trains once and prints the summary."""
+    workers = hps.size()
+    if args.speeds is not None and len(args.speeds) != workers:
+        sys.exit(f"--speeds names {len(args.speeds)} workers, and there are {workers}")
+    result = train(args, training, test, args.consistency, [1] * workers, args.speeds)
+    if result.summary is not None:
+        say("", str(result.summary))
+        if args.speeds is not None:
+            listed = ", ".join(f"{speed:g}" for speed in args.speeds)
+            say(f"EMULATED speeds of the workers: {listed}. Their steps were stretched by sleeping.")
+    elif args.speeds is not None:
+        say("", "--speeds had no effect: it slows workers of a parameter server, and this process is alone.")
+    say("", f"{result.samples_per_second:.0f} samples/s, all waiting included; test accuracy {result.accuracy:.2%}")
+
+
+def demo(args: argparse.Namespace, training: Images, test: Images) -> None:
+    """Trains with BSP, then with ASP, on workers one of which is slow, and prints what differs."""
+    workers = hps.size()
+    emulated = args.speeds or [1.0] * (workers - 1) + [0.5]
+    if workers < 2 or len(emulated) != workers:
+        sys.exit(f"--demo compares {len(emulated)} workers, two or more, and there are {workers}; start it with -np 4")
+    listed = ", ".join(f"{speed:g}" for speed in emulated)
+    times = ", ".join(f"{1000 * DEMO_STEP / speed:.0f}" for speed in emulated)
+    say(
+        f"LeNet-5, {len(training.y):,} images of MNIST, {args.epochs} epochs, {workers} workers, one parameter server.",
+        f"EMULATED speeds of the workers: {listed}. Sleeping stretches their steps to {times} ms.",
+        "",
+        "1. BSP: a round takes one batch of every worker, so all wait for the slowest.",
+    )
+    bsp = train(args, training, test, "bsp", [1] * workers, emulated, DEMO_STEP)
+    say("", str(bsp.summary), "", "2. ASP: each gradient is applied when it comes, so nobody waits for another's step.")
+    # In proportion to the speeds, so that all end their epochs at about the same time.
+    asp = train(args, training, test, "asp", emulated, emulated, DEMO_STEP)
+    say("", str(asp.summary), "", compared(args, training, test, emulated, bsp, asp))
+
+
+def compared(
+    args: argparse.Namespace, training: Images, test: Images, emulated: Sequence[float], bsp: Result, asp: Result
+) -> str:
+    """Says in plain words what asynchrony won and what it cost."""
+    workers = len(emulated)
+    ratio = asp.samples_per_second / bsp.samples_per_second
+    bound = sum(emulated) / (workers * min(emulated))
+    steps = sum(w["steps"] for w in asp.summary.workers)
+    staleness = sum(w["steps"] * w["mean_staleness"] for w in asp.summary.workers) / steps
+    # Twice the standard error of the difference of two accuracies, in points.
+    noise = 200 * np.sqrt(sum(r.accuracy * (1 - r.accuracy) for r in (bsp, asp)) / len(test.y))
+    gap = 100 * (asp.accuracy - bsp.accuracy)
+    shards = ", ".join(f"{len(training.shard(emulated, rank).y):,}" for rank in range(workers))
+    table = [
+        f"{'':32}{'BSP':>10}{'ASP':>10}",
+        f"{'samples/s, all waiting included':32}{bsp.samples_per_second:10.0f}{asp.samples_per_second:10.0f}",
+        f"{'seconds of training':32}{bsp.seconds:10.1f}{asp.seconds:10.1f}",
+        f"{'test accuracy':32}{bsp.accuracy:10.2%}{asp.accuracy:10.2%}",
+        f"{'staleness of a gradient':32}{0:10}{staleness:10.2f}",
+    ]
+    words = [
+        f"Won: {ratio:.2f} times the samples per second. At these speeds no schedule can reach more than {bound:.2f} "
+        "times BSP with equal batches.",
+        f"Paid: while a gradient was computed, {staleness:.2f} updates by others changed the parameters under it. The "
+        "learning rate had to be divided by the number of workers, and a run does not repeat bit by bit, as one with "
+        f"BSP does. All this grows with the number of workers. Accuracy here: {gap:+.2f} points; with "
+        f"{len(test.y):,} test images up to {noise:.1f} either way are noise.",
+        "Waiting remains at the end of each epoch, where all take the same weights. To keep it short, ASP had shards "
+        f"in proportion to the speeds ({shards} images). With equal shards, as BSP had, the fast workers would be done "
+        "early and wait there for the slow one: each epoch would take as long as with BSP.",
+    ]
+    head = f"After {args.epochs * len(training.y):,} samples each, on EMULATED device times:"
+    return "\n".join([head, "", *table, *(f"\n{textwrap.fill(text, 100)}" for text in words)])
+
+
+def main() -> None:
+    """Runs the example."""
+    args = parse_arguments()
+    hps.init()
+    training, test = load(args)
+    (demo if args.demo else once)(args, training, test)
+
+
+if __name__ == "__main__":
+    main()
