@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hps_keras.errors import ConfigurationError
+from hps_keras.layout import ParameterLayout
 
 logger = logging.getLogger("hps_keras")
 
@@ -48,11 +49,11 @@ def set_threads(count: int) -> None:
     is read when a back end starts its thread pool, so this works before it is imported and as long as it has not
     computed anything.
     """
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" not in os.environ:  # torch has read it at import, and never again
+        torch.set_num_threads(count)
     for variable in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS", "NPROC"):
         os.environ.setdefault(variable, str(count))
-    torch = sys.modules.get("torch")
-    if torch is not None:  # torch reads OMP_NUM_THREADS at import only; so it may already run with too many
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and tensorflow.executing_eagerly():
         from tensorflow.python.eager import context
@@ -128,15 +129,15 @@ class Step(ABC):
         """Copies the stashed gradients of `variables` (indices) into `views`, zeros where one has none."""
 
     @abstractmethod
-    def assign(self, optimizer: Any, variables: Sequence[int], views: Sequence[np.ndarray]) -> None:
-        """Copies `views`, the same ones at every call, into the optimizer's `variables` (indices)."""
+    def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
+        """Copies `flat`, the same buffer at every call, into the optimizer's `variables` (indices)."""
 
 
 class _TensorFlowStep(Step):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._seen = int(model.__dict__["_hps_counter"].numpy())
-        self._assign: dict[int, tuple[Any, list[Any]]] = {}
+        self._assign: dict[int, tuple[Any, Any]] = {}
 
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
         self._result = train_function(*arguments)
@@ -149,7 +150,7 @@ class _TensorFlowStep(Step):
     def stash(self, optimizer: Any) -> Stash:
         half = optimizer.__dict__["_hps"]
         count, rate, mask = half.meta.value.numpy()
-        return Stash(int(count), float(rate), half.masks[int(mask)])
+        return Stash(int(count), float(rate), half.masks[int(mask)] if half.masks else ())
 
     def gradients(
         self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
@@ -157,49 +158,51 @@ class _TensorFlowStep(Step):
         stash = optimizer.__dict__["_hps"].gradients
         for index, view in zip(variables, views):
             if index in present:
-                _copy_out(stash[index].value, view)
+                view[...] = _shared(stash[index].value)
             else:
                 view.fill(0)
 
-    def assign(self, optimizer: Any, variables: Sequence[int], views: Sequence[np.ndarray]) -> None:
+    def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
         known = self._assign.get(id(optimizer))
         if known is None:
-            known = self._assign[id(optimizer)] = self._assigner(_pick(optimizer, variables), views)
-        known[0](*known[1])
+            known = self._assign[id(optimizer)] = self._assigner(_pick(optimizer, variables), layout, flat)
+        known[0](known[1])
 
     @staticmethod
-    def _assigner(variables: Sequence[Any], views: Sequence[np.ndarray]) -> tuple[Any, list[Any]]:
+    def _assigner(variables: Sequence[Any], layout: ParameterLayout, flat: np.ndarray) -> tuple[Any, Any]:
         import tensorflow as tf
 
-        pairs = [(v.value, view) for v, view in zip(variables, views) if view.size]
-        shared = [tf.experimental.dlpack.from_dlpack(view.__dlpack__()) for _, view in pairs]
+        shared = tf.experimental.dlpack.from_dlpack(flat.__dlpack__())
 
         @tf.function(autograph=False)
-        def put(*tensors: Any) -> None:
-            for (variable, _), tensor in zip(pairs, tensors):
-                # A plain assign would make the variable share our buffer, which the next answer overwrites.
-                same = variable.dtype == tensor.dtype
-                variable.assign(tf.raw_ops.DeepCopy(x=tensor) if same else tf.cast(tensor, variable.dtype))
+        def put(parameters: Any) -> None:
+            for variable, tensor in zip(variables, layout.tensors):
+                piece = tf.slice(parameters, [tensor.offset], [tensor.size])
+                # A slice, and a plain assign of it, would share our buffer, which the next answer overwrites.
+                same = variable.value.dtype == tf.float32
+                piece = tf.raw_ops.DeepCopy(x=piece) if same else tf.cast(piece, variable.value.dtype)
+                variable.value.assign(tf.reshape(piece, tensor.shape))
 
-        return put.get_concrete_function(*shared), shared
+        # One argument, not one a tensor: each costs TensorFlow's dispatcher as much as a small assign.
+        return put.get_concrete_function(shared), shared
 
 
-def _copy_out(variable: Any, view: np.ndarray) -> None:
+def _shared(variable: Any) -> np.ndarray:
+    """A TensorFlow variable's value in its own memory if it lies on the CPU; whoever holds it makes updates copy."""
     import tensorflow as tf
 
     value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-    if view.size == 0:
-        return
     try:
-        view[...] = np.asarray(memoryview(value))  # no copy on the way: the tensor's own memory
+        return np.asarray(memoryview(value))
     except (TypeError, ValueError, BufferError):
-        view[...] = value.numpy()  # on a GPU, or a dtype that has no buffer format
+        return value.numpy()  # on a GPU, or a dtype that has no buffer format
 
 
 class _JaxStep(Step):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._places: dict[int, tuple[Any, ...]] = {}
+        self._splits: dict[int, Callable[[np.ndarray], list[Any]]] = {}
 
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
         state, iterator = arguments
@@ -226,7 +229,6 @@ class _JaxStep(Step):
                 slots[id(half.meta)],
                 [slots[id(v)] for v in half.gradients],
                 [trainable[id(v)] for v in optimizer._trainable_variables],
-                _jax_copier(),
             )
         return known
 
@@ -244,27 +246,31 @@ class _JaxStep(Step):
             else:
                 view.fill(0)
 
-    def assign(self, optimizer: Any, variables: Sequence[int], views: Sequence[np.ndarray]) -> None:
-        _, _, places, copy = self._place(optimizer)
-        dtypes = tuple(str(v.dtype) for v in _pick(optimizer, variables))
+    def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
+        places = self._place(optimizer)[2]
+        split = self._splits.get(id(optimizer))
+        if split is None:
+            dtypes = [str(v.dtype) for v in _pick(optimizer, variables)]
+            split = self._splits[id(optimizer)] = _jax_splitter(layout, dtypes)
         values = list(self._state[0])
-        for index, value in zip(variables, copy(list(views), dtypes)):
+        for index, value in zip(variables, split(flat)):
             values[places[index]] = value
         self._state[0] = values
 
 
-def _jax_copier() -> Callable[[list[np.ndarray], tuple[str, ...]], list[Any]]:
-    from functools import partial
-
+def _jax_splitter(layout: ParameterLayout, dtypes: Sequence[str]) -> Callable[[np.ndarray], list[Any]]:
     import jax
     import jax.numpy as jnp
 
     # JAX may alias aligned numpy memory, and our buffer changes with the next answer: copy inside jit, and see it done.
-    @partial(jax.jit, static_argnums=1)
-    def copy(arrays: list[Any], dtypes: tuple[str, ...]) -> list[Any]:
-        return [jnp.array(a, dtype=d, copy=True) for a, d in zip(arrays, dtypes)]
+    @jax.jit
+    def split(flat: Any) -> list[Any]:
+        return [
+            jnp.array(jax.lax.slice(flat, (t.offset,), (t.offset + t.size,)), dtype=d, copy=True).reshape(t.shape)
+            for t, d in zip(layout.tensors, dtypes)
+        ]
 
-    return lambda arrays, dtypes: jax.block_until_ready(copy(arrays, dtypes))
+    return lambda flat: jax.block_until_ready(split(flat))
 
 
 class _TorchStep(Step):
@@ -291,12 +297,17 @@ class _TorchStep(Step):
                 else:
                     view.fill(0)
 
-    def assign(self, optimizer: Any, variables: Sequence[int], views: Sequence[np.ndarray]) -> None:
+    def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
         import torch
 
         with torch.no_grad():
-            for variable, view in zip(_pick(optimizer, variables), views):
+            for variable, view in zip(_pick(optimizer, variables), layout.views(flat)):
                 variable.value.data.copy_(torch.from_numpy(view))
+
+
+def named(variable: Any) -> Any:
+    """What Keras looks at when it excludes from decay by name: TensorFlow's variable, whose name holds the layer's."""
+    return variable.value if name() == "tensorflow" else variable
 
 
 def _pick(optimizer: Any, variables: Sequence[int]) -> list[Any]:
@@ -375,6 +386,8 @@ def build(model: Any, arguments: Sequence[Any]) -> None:
         leaves = keras.tree.map_structure(lambda s: keras.KerasTensor(tuple(s.shape), s.dtype.name), spec)
         model._symbolic_build(data_batch=leaves)
     except Exception as error:
+        if model.weights and all(layer.built for layer in model._flatten_layers(include_self=False)):
+            return  # it has no `call` to trace (a GAN of two models) and needs none: all its parts are built
         raise ConfigurationError(
             f"the model {model.name!r} has no weights yet, and Keras cannot build it from the shapes of a batch "
             f"({error}): call it once on a batch, or model.build(...), before fit, so that all workers can start from "
@@ -400,6 +413,12 @@ class Updater(ABC):
     @abstractmethod
     def apply(self, scale: float, rate: float, present: tuple[int, ...]) -> None:
         """Applies `scale` times the gradients of the tensors `present`, with learning rate `rate`."""
+
+    def memory(self) -> np.ndarray:
+        """The only variable's value, flat, without a copy where the back end can share it; valid until the next apply."""
+        import keras
+
+        return np.ascontiguousarray(keras.ops.convert_to_numpy(self.variables[0].value)).reshape(-1)
 
     def collect(self, views: Sequence[np.ndarray]) -> None:
         """Copies the variables into `views`."""
@@ -436,14 +455,16 @@ class _TensorFlowUpdater(Updater):
 
         def update(scale: Any, rate: Any, *tensors: Any) -> None:
             self.optimizer._learning_rate.assign(rate)
-            scaled = [tf.cast(t * scale, v.dtype) for t, v in zip(tensors, variables)]
-            self.optimizer.apply(scaled, variables)
+            self.optimizer.apply([tf.cast(t * scale, v.dtype) for t, v in zip(tensors, variables)], variables)
 
         return tf.function(update, autograph=False, jit_compile=self._compile).get_concrete_function(*arguments)
 
+    def memory(self) -> np.ndarray:
+        return _shared(self.variables[0].value).reshape(-1)
+
     def collect(self, views: Sequence[np.ndarray]) -> None:
         for variable, view in zip(self.variables, views):
-            _copy_out(variable.value, view)
+            view[...] = _shared(variable.value)
 
 
 class _JaxUpdater(Updater):

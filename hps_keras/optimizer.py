@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import keras
@@ -30,6 +33,12 @@ _COUNT_MODULUS = 1 << 20  # the count shares a float32 with fractions; up to 2^2
 _number = itertools.count()
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _classes: dict[type, type] = {}
+_AUTOMATIC = re.compile(r"variable(_\d+)?")  # Keras numbers the slots that have no name, ever higher
+_CONTAINERS: Any = tuple(
+    getattr(keras.optimizers, name)
+    for name in ("LossScaleOptimizer", "MultiOptimizer")  # the second came with Keras 3.15
+    if hasattr(keras.optimizers, name)
+)
 
 
 class Half:
@@ -44,8 +53,9 @@ class Half:
         meta: Variable of shape (3,): count, learning rate, index into `masks`.
         masks: Sets of tensors that had a gradient in some trace of the step.
         latest: The same as a :class:`backends.Stash`, on torch.
-        state: Slots that the server does not have yet (loaded from a file), or None.
-        fetch: Asks the server for its slots, returns their names and values; None before the first exchange.
+        state: What the server does not have yet (loaded from a file): values as of :func:`set_aside`; or None.
+        fetch: Asks the server for its slots, returns the variables (indices) that they belong to and the slots; None
+            before the first exchange.
         finalize: Asks the server for the averaged parameters (EMA), or None.
     """
 
@@ -59,22 +69,36 @@ class Half:
         self.masks: list[tuple[int, ...]] = []
         self.latest = backends.Stash(0, 0.0, ())
         self.state: list[np.ndarray] | None = None
-        self.fetch: Callable[[], tuple[list[str], list[np.ndarray]]] | None = None
+        self.fetch: Callable[[], tuple[Sequence[int], list[np.ndarray]]] | None = None
         self.finalize: Callable[[], None] | None = None
 
 
-class _Distributed:
-    """Mixed in before the user's optimizer class."""
+class _Disguised:
+    """Mixed in before the user's optimizer class; Keras saves and restores the class without the mixin."""
 
     _hps_base: ClassVar[Any]
     # Of the Keras optimizer that it is mixed into:
     name: str
     built: bool
+    get_config: Callable[[], dict[str, Any]]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        plain = cls._hps_base.from_config(config, custom_objects=custom_objects)
+        return DistributedOptimizer(plain)
+
+    def __reduce__(self) -> Any:
+        # A copy in another process, or one made by copy.deepcopy, is the plain optimizer: it has no exchange.
+        return _plain, (self._hps_base, self.get_config())
+
+
+class _Distributed(_Disguised):
+    """The mixin of an optimizer that exchanges its gradients."""
+
     use_ema: bool
     gradient_accumulation_steps: int | None
     _trainable_variables: list[Any]
     _get_variable_index: Callable[[Any], int]
-    get_config: Callable[[], dict[str, Any]]
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.built:
@@ -87,6 +111,18 @@ class _Distributed:
         finally:
             self.use_ema, self.gradient_accumulation_steps = kept
         _make_stash(self)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        # Keras constrains the variables at the end of `apply`. Here they have not moved: the server constrains them.
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        constrained = [(v, v.constraint) for v in variables if getattr(v, "constraint", None) is not None]
+        for variable, _ in constrained:
+            variable.constraint = None
+        try:
+            super().apply(grads, None if trainable_variables is None else variables)  # type: ignore[misc]
+        finally:
+            for variable, constraint in constrained:
+                variable.constraint = constraint
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         half = self.__dict__["_hps"]
@@ -118,21 +154,31 @@ class _Distributed:
             return
         for variable, value in zip(head, values):
             variable.assign(value)
-        slots = values[len(head) :]
-        if self.gradient_accumulation_steps:  # its accumulators are never needed: a worker accumulates in the stash
-            count = len(self._trainable_variables)
-            start = count if self.use_ema else 0
-            slots = slots[:start] + slots[start + count :]
-        self.__dict__["_hps"].state = slots
+        self.__dict__["_hps"].state = values[len(head) :]
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        plain = cls._hps_base.from_config(config, custom_objects=custom_objects)
-        return DistributedOptimizer(plain)
 
-    def __reduce__(self) -> Any:
-        # A copy in another process, or one made by copy.deepcopy, is the plain optimizer: it has no exchange.
-        return _plain, (type(self)._hps_base, self.get_config())
+class _Container(_Disguised):
+    """The mixin of an optimizer that holds wrapped ones: it saves what it would save if they were plain."""
+
+    _variables: list[Any]
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        if self.built:  # on a server it never is
+            super().finalize_variable_values(var_list)  # type: ignore[misc]
+
+    def save_own_variables(self, store: Any) -> None:
+        values = [ops.convert_to_numpy(v) for v in self._variables]
+        for inner in inside(self):
+            wrapped = isinstance(inner, _Distributed)
+            values += _saved_values(inner) if wrapped else map(ops.convert_to_numpy, inner.variables)
+        for index, value in enumerate(values):
+            store[str(index)] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        # Keras loads the inner ones next, from entries of their own in the file.
+        for index, variable in enumerate(self._variables):
+            if str(index) in store.keys():  # noqa: SIM118 - the store is no dictionary
+                variable.assign(np.asarray(store[str(index)]))
 
 
 def _plain(base: Any, config: dict[str, Any]) -> Any:
@@ -143,7 +189,7 @@ def DistributedOptimizer(optimizer: Any, consistency: Consistency | str | None =
     """Makes a Keras optimizer exchange its gradients with the parameter server. Returns the same object.
 
     Args:
-        optimizer: Any Keras optimizer. A ``LossScaleOptimizer`` is looked into.
+        optimizer: Any Keras optimizer. In a ``LossScaleOptimizer`` or a ``MultiOptimizer`` the inner ones are wrapped.
         consistency: ``hps.BSP()`` (default), ``hps.ASP()`` or their names; else ``HPS_CONSISTENCY`` decides.
 
     Returns:
@@ -163,17 +209,24 @@ def DistributedOptimizer(optimizer: Any, consistency: Consistency | str | None =
             "keras.optimizers.SGD(0.1)"
         )
     model = resolve(consistency)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        DistributedOptimizer(optimizer.inner_optimizer, model)
-        return optimizer
-    if "_hps" in optimizer.__dict__:
+    if isinstance(optimizer, _Disguised):
         raise ConfigurationError(f"optimizer {optimizer.name!r} is wrapped already: call DistributedOptimizer once")
     backends.name()
     if cluster.current().alone:
         return optimizer
+    if isinstance(optimizer, _CONTAINERS):
+        if not inside(optimizer):
+            raise ConfigurationError(
+                f"optimizer {optimizer.name!r} chooses its inner optimizers by a function, so they are not known yet: "
+                "give it a keras.optimizers.OptimizerMap, or wrap each optimizer that the function returns"
+            )
+        for inner in inside(optimizer):
+            DistributedOptimizer(inner, model)
+        object.__setattr__(optimizer, "__class__", _subclass(type(optimizer)))
+        return optimizer
     half = Half(model)
     if optimizer.built:
-        half.state = [ops.convert_to_numpy(v) for v in _slots(optimizer)]
+        half.state = [ops.convert_to_numpy(v) for v in set_aside(optimizer)]
         for variable in set_aside(optimizer):
             optimizer._untrack_variable(variable)
     optimizer.__dict__["_hps"] = half
@@ -190,11 +243,10 @@ def _subclass(base: type) -> type:
         from keras.src import api_export
         from keras.src.saving import object_registration
 
+        mixin = _Container if issubclass(base, _CONTAINERS) else _Distributed
         public = api_export.get_name_from_symbol(base)
         module = public.rsplit(".", 1)[0] if public else base.__module__
-        made = type(
-            base.__name__, (_Distributed, base), {"__module__": module, "__doc__": base.__doc__, "_hps_base": base}
-        )
+        made = type(base.__name__, (mixin, base), {"__module__": module, "__doc__": base.__doc__, "_hps_base": base})
         registered = object_registration.GLOBAL_CUSTOM_NAMES.get(base)
         if registered:
             object_registration.GLOBAL_CUSTOM_NAMES[made] = registered
@@ -240,6 +292,8 @@ def _stash(optimizer: Any, half: Half, gradients: Sequence[Any], present: tuple[
         share = ops.where(last, ops.cast(1 / every, "float32"), ops.cast(1.0, "float32"))
         gradients = [(half.gradients[i] * kept + g) * share for i, g in zip(present, gradients)]
         done = ops.cast(last, "float32")
+        for index in set(range(len(half.gradients))) - set(present):
+            half.gradients[index].assign(half.gradients[index] * kept)
     for index, gradient in zip(present, gradients):
         half.gradients[index].assign(gradient)
     count = ops.mod(half.meta[0] + done, float(_COUNT_MODULUS))
@@ -293,7 +347,7 @@ def set_aside(optimizer: Any) -> list[Any]:
     return [v for v in optimizer.variables if id(v) not in own]
 
 
-def _slots(optimizer: Any) -> list[Any]:
+def slots_of(optimizer: Any) -> list[Any]:
     """Those of :func:`set_aside` that the server keeps: all but the accumulators."""
     accumulators = {id(v) for v in _accumulators(optimizer)}
     return [v for v in set_aside(optimizer) if id(v) not in accumulators]
@@ -306,41 +360,101 @@ def _saved_values(optimizer: Any) -> Iterator[np.ndarray]:
         yield ops.convert_to_numpy(variable)
     if not optimizer.built:
         return
-    plain = type(optimizer)._hps_base.from_config(optimizer.get_config())
-    plain.build(optimizer._trainable_variables)
-    names = [v.name for v in _slots(plain)]
-    given: dict[str, np.ndarray] = {}
     if half.state is not None:
-        given = dict(zip(names, half.state))
-    elif half.fetch is not None:
-        given = dict(zip(*half.fetch()))
+        yield from half.state
+        return
+    plain = _plain_built(optimizer, range(len(optimizer._trainable_variables)))
+    given: dict[int, np.ndarray] = {}
+    if half.fetch is not None:
+        owned, values = half.fetch()
+        slots = _keyed(slots_of(plain))
+        given = {id(slots[key]): value for key, value in zip(_keyed(slots_of(_plain_built(optimizer, owned))), values)}
     for variable in set_aside(plain):
-        yield given.get(variable.name, ops.convert_to_numpy(variable))
+        yield given[id(variable)] if id(variable) in given else ops.convert_to_numpy(variable)
 
 
 def state_to_send(optimizer: Any, variables: Sequence[int]) -> list[np.ndarray] | None:
-    """The slots that exist already (from a file) of the variables (indices) that the server will own, or None."""
+    """The slots that exist already (from a file) of the variables (indices) that the server will own, or None.
+
+    Raises:
+        ConfigurationError: They are another optimizer's.
+    """
     state = optimizer.__dict__["_hps"].state
-    if state is None or len(variables) == len(optimizer._trainable_variables):
-        return state
-    base = type(optimizer)._hps_base
-    whole, part = base.from_config(optimizer.get_config()), base.from_config(optimizer.get_config())
-    whole.build(optimizer._trainable_variables)
-    part.build([optimizer._trainable_variables[i] for i in variables])
-    given = dict(zip((v.name for v in _slots(whole)), state))
-    return [given[v.name] for v in _slots(part)]
+    if state is None:
+        return None
+    whole = _plain_built(optimizer, range(len(optimizer._trainable_variables)))
+    if len(state) != len(set_aside(whole)):
+        raise ConfigurationError(
+            f"the loaded state of optimizer {optimizer.name!r} has {len(state)} arrays where {len(set_aside(whole))} "
+            "belong: was it saved by another optimizer, or with other trainable layers?"
+        )
+    values = {id(v): value for v, value in zip(set_aside(whole), state)}
+    slots = _keyed(slots_of(whole))
+    return [values[id(slots[key])] for key in _keyed(slots_of(_plain_built(optimizer, variables)))]
+
+
+def _plain_built(optimizer: Any, variables: Sequence[int]) -> Any:
+    """The plain optimizer, new, built on some (indices) of the variables, which the names of its slots tell apart."""
+    plain = type(optimizer)._hps_base.from_config(optimizer.get_config())
+    with _distinct(optimizer._trainable_variables):
+        plain.build([optimizer._trainable_variables[i] for i in variables])
+    return plain
+
+
+@contextmanager
+def _distinct(variables: Sequence[Any]) -> Iterator[None]:
+    """Gives each variable a name of its own for a while: Keras names slots after them, and some may share a name."""
+    kept = [(v._name, v._path) for v in variables]
+    paths = Counter(path for _, path in kept)
+    try:
+        for index, (variable, (name, path)) in enumerate(zip(variables, kept)):
+            variable._name = f"{name}_hps{index}"
+            if paths[path] > 1:  # the others keep theirs, as some optimizers (Muon) choose by it
+                variable._path = f"{path}_hps{index}"
+        yield
+    finally:
+        for variable, (name, path) in zip(variables, kept):
+            variable._name, variable._path = name, path
+
+
+def _keyed(slots: Sequence[Any]) -> dict[Any, Any]:
+    """Slots by name and, as some optimizers name all slots of a variable alike, by number among the equal names."""
+    seen: Counter[str] = Counter()
+    keyed = {}
+    for slot in slots:
+        name = "" if _AUTOMATIC.fullmatch(slot.name) else slot.name
+        keyed[name, seen[name]] = slot
+        seen[name] += 1
+    return keyed
+
+
+def inside(optimizer: Any) -> list[Any]:
+    """The inner optimizers of a ``LossScaleOptimizer`` or ``MultiOptimizer``; none of any other."""
+    if not isinstance(optimizer, _CONTAINERS):
+        return []
+    return [optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else list(optimizer.optimizers)
+
+
+def _optimizers_of(model: Any) -> list[Any]:
+    found = []
+    for value in [model.optimizer, *vars(model).values()]:
+        leaves = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+        found += [leaf for leaf in leaves if isinstance(leaf, keras.optimizers.Optimizer)]
+    return found
 
 
 def wrapped_in(model: Any) -> list[Any]:
     """The wrapped optimizers that are attributes of a model, in their order of creation."""
-    found: dict[int, Any] = {}
-    for value in [model.optimizer, *vars(model).values()]:
-        leaves = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
-        for leaf in leaves:
-            inner = getattr(leaf, "inner_optimizer", leaf)
-            if isinstance(inner, _Distributed):
-                found[id(inner)] = inner
-    return sorted(found.values(), key=lambda o: o.__dict__["_hps"].number)
+    every = [one for found in _optimizers_of(model) for one in [found, *inside(found)]]
+    wrapped = {id(one): one for one in every if isinstance(one, _Distributed)}
+    return sorted(wrapped.values(), key=lambda o: o.__dict__["_hps"].number)
+
+
+def disguise_containers(model: Any) -> None:
+    """Makes a ``LossScaleOptimizer`` that `compile` has put around a wrapped optimizer save what a plain one would."""
+    for found in _optimizers_of(model):
+        if not isinstance(found, _Disguised) and any(isinstance(inner, _Distributed) for inner in inside(found)):
+            object.__setattr__(found, "__class__", _subclass(type(found)))
 
 
 def living_tokens() -> list[str]:
@@ -351,8 +465,10 @@ def living_tokens() -> list[str]:
 # -- the server's half --
 
 
-def describe(optimizer: Any, indices: Sequence[int]) -> dict[str, Any]:
+def describe(optimizer: Any, indices: Sequence[int], steps: int) -> dict[str, Any]:
     """What the server needs to rebuild a worker's optimizer for the variables `indices`; fit for JSON.
+
+    `steps` is its count when `fit` began: by now the first step may have passed.
 
     ``layout``: its variables; ``optimizer``: the plain optimizer, serialized by Keras; ``constraints`` and ``decay``:
         per variable.
@@ -367,10 +483,16 @@ def describe(optimizer: Any, indices: Sequence[int]) -> dict[str, Any]:
         "layout": ParameterLayout.of((v.path, v.shape, str(v.dtype)) for v in variables).to_json(),
         "optimizer": dict(serialized, config=config),
         "constraints": [v.constraint and keras.constraints.serialize(v.constraint) for v in variables],
-        "decay": [bool(optimizer._use_weight_decay(v)) for v in variables],
+        "decay": [bool(optimizer._use_weight_decay(backends.named(v))) for v in variables],
         "consistency": str(half.consistency),
-        "iterations": int(ops.convert_to_numpy(optimizer.iterations)),
+        "iterations": steps // (optimizer.gradient_accumulation_steps or 1),
     }
+
+
+def assigned_rate(optimizer: Any) -> float | None:
+    """The learning rate, None when a schedule or a function gives it."""
+    variable = own_variables(optimizer)[1:]
+    return float(ops.convert_to_numpy(variable[0])) if variable else None
 
 
 def _rate(optimizer: Any) -> float:
@@ -378,61 +500,6 @@ def _rate(optimizer: Any) -> float:
     return 0.0 if callable(rate) and not isinstance(rate, keras.Variable) else float(ops.convert_to_numpy(rate))
 
 
-def rebuild(
-    description: dict[str, Any], layout: ParameterLayout, values: Sequence[np.ndarray]
-) -> tuple[Any, list[Any]]:
-    """Makes the server's optimizer and variables from :func:`describe`'s dictionary.
-
-    Returns:
-        The plain optimizer, built, and its variables, which hold `values`.
-
-    Raises:
-        ConfigurationError: The optimizer or a constraint is of a class that this process does not know.
-    """
-    known = {base.__name__: base for base in _classes}
-    try:
-        constraints = [c and keras.constraints.deserialize(c, known) for c in description["constraints"]]
-        optimizer = keras.optimizers.deserialize(description["optimizer"], known)
-    except (TypeError, ValueError, ImportError) as error:
-        raise ConfigurationError(
-            "the parameter server cannot rebuild the workers' optimizer: decorate its class (and those of "
-            "constraints) with @keras.saving.register_keras_serializable(), in a module that this process imports "
-            f"too. Keras says: {error}"
-        ) from error
-    variables = []
-    for tensor, constraint, value in zip(layout.tensors, constraints, values):
-        variable = keras.Variable(
-            np.array(value, copy=True), dtype=tensor.dtype, trainable=True, name=tensor.name.split("/")[-1]
-        )
-        variable._path = tensor.name  # some optimizers (Muon) choose by it
-        variable.constraint = constraint
-        variables.append(variable)
-    undecayed = [v for v, decayed in zip(variables, description["decay"]) if not decayed]
-    if undecayed:
-        optimizer.exclude_from_weight_decay(var_list=undecayed)
-    optimizer.build(variables)
-    return optimizer, variables
-
-
-def read_state(optimizer: Any) -> tuple[list[str], list[np.ndarray]]:
-    """The slots of the server's optimizer, names and values, in the order in which Keras saves them."""
-    return [v.name for v in _slots(optimizer)], [ops.convert_to_numpy(v) for v in _slots(optimizer)]
-
-
-def write_state(optimizer: Any, iterations: int, slots: Sequence[np.ndarray] | None) -> None:
-    """Sets the slots and the update count of the server's optimizer.
-
-    Raises:
-        ConfigurationError: The slots are those of another optimizer.
-    """
-    optimizer._iterations.assign(iterations)
-    if slots is None:
-        return
-    variables = _slots(optimizer)
-    if [tuple(v.shape) for v in variables] != [tuple(s.shape) for s in slots]:
-        raise ConfigurationError(
-            f"the loaded optimizer state ({len(slots)} arrays) does not fit {type(optimizer).__name__} with "
-            f"{len(variables)} slots: was it saved by another optimizer?"
-        )
-    for variable, value in zip(variables, slots):
-        variable.assign(np.array(value, copy=True))
+def known_classes() -> dict[str, type]:
+    """The optimizer classes that this process has wrapped, by name: Keras does not know those that a script defines."""
+    return {base.__name__: base for base in _classes}

@@ -11,11 +11,11 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hps_keras import backends, wire
+from hps_keras import wire
 from hps_keras.cluster import Cluster
 from hps_keras.consensus import consensus
 from hps_keras.consistency import BSP, parse
@@ -37,51 +37,10 @@ from hps_keras.layout import ParameterLayout, aligned_zeros, shapes_difference
 from hps_keras.telemetry import row
 from hps_keras.wire import Flag, Header, Kind, Sending
 
+if TYPE_CHECKING:
+    from hps_keras.update import ServerOptimizer
+
 logger = logging.getLogger("hps_keras")
-
-
-class _Group:
-    """The server's half of one optimizer: its variables, the optimizer itself, and the flat buffers.
-
-    Attributes:
-        version: Updates so far; kept from one `fit` to the next.
-    """
-
-    def __init__(self, description: dict[str, Any], parameters: np.ndarray) -> None:
-        from hps_keras import optimizer as wrapping
-
-        self.layout = ParameterLayout.from_json(description["layout"])
-        self.parameters, self.gradient = parameters, self.layout.allocate()
-        self.views = self.layout.views(parameters)
-        self.optimizer, self.variables = wrapping.rebuild(description, self.layout, self.views)
-        self.updater = backends.updater(self.optimizer, self.variables, self.layout.views(self.gradient))
-        self.version = 0
-        self.everything = tuple(range(len(self.variables)))
-        self._scratch: np.ndarray | None = None
-
-    @property
-    def scratch(self) -> np.ndarray:
-        """Room for a payload that is added to another one; not needed by a single worker, nor asynchronously."""
-        if self._scratch is None:
-            self._scratch = self.layout.allocate()
-        return self._scratch
-
-    def load(self, parameters: np.ndarray) -> None:
-        """Takes other parameters, e.g. those with which a second `fit` begins."""
-        self.parameters[...] = parameters
-        for variable, view in zip(self.variables, self.views):
-            variable.assign(np.array(view))
-
-    def update(self, decision: Update) -> None:
-        masks = [p.present for p in decision.pushes]
-        if any(m is None for m in masks):
-            present = self.everything
-        else:
-            present = tuple(sorted({i for m in masks for i in m or ()}))
-        if present:
-            self.updater.apply(decision.scale, decision.rate, present)
-            self.updater.collect(self.views)
-        self.version = decision.version
 
 
 class Server:
@@ -96,8 +55,8 @@ class Server:
         self._wire, self._cluster = cluster.wire, cluster
         self._rank = {world_rank: rank for rank, world_rank in enumerate(cluster.workers)}
         self._coordinator = Coordinator(len(cluster.workers), BSP(), cluster.settings.timeout, time.monotonic())
-        self._known: dict[str, _Group] = {}
-        self._groups: list[_Group] = []
+        self._known: dict[str, ServerOptimizer] = {}
+        self._groups: list[ServerOptimizer] = []
         self._headers: dict[tuple[int, int], Header] = {}
         self._sendings: list[Sending] = []
         self._places: list[Sequence[int]] = []
@@ -172,8 +131,7 @@ class Server:
         elif header.kind == Kind.FINALIZE:
             group = self._groups[header.group]
             self._flush()
-            group.optimizer.finalize_variable_values(group.variables)
-            group.updater.collect(group.views)
+            group.finalize()
             self._post(source, Header(Kind.REPLY), None, [group.parameters])
         elif header.kind == Kind.EXIT:
             self._carry_out(self._coordinator.exit(worker, now))
@@ -193,7 +151,9 @@ class Server:
                 self._take(decision)
             elif isinstance(decision, Update):
                 self._flush()  # answers under way still read the parameters
-                self._groups[decision.group].update(decision)
+                group = self._groups[decision.group]
+                group.update(decision.scale, decision.rate, _present(decision.pushes))
+                group.version = decision.version
             elif isinstance(decision, Answer):
                 self._answer(decision)
             elif isinstance(decision, Complete):
@@ -294,7 +254,7 @@ class Server:
         self._reply([rank for rank in values if rank != chief], None, [memory])
 
     def _declared(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
-        from hps_keras import optimizer as wrapping
+        from hps_keras.update import ServerOptimizer
 
         chief = min(values)
         descriptions = values[chief]["groups"]
@@ -314,18 +274,22 @@ class Server:
             group = self._known.get(token)
             new = group is None or group.layout != ParameterLayout.from_json(description["layout"])
             if group is None or new:
-                group = self._known[token] = _Group(description, values_given)
+                group = self._known[token] = ServerOptimizer(description, values_given)
             else:
                 group.load(values_given)
             if new or state is not None:
                 loaded = None if state is None else wire.unbundle(state, memory)
-                wrapping.write_state(group.optimizer, description["iterations"], loaded)
+                group.write_state(description["iterations"], loaded)
             self._groups.append(group)
         self._places = [d["places"] for d in descriptions]
         self._coordinator.define([g.version for g in self._groups], parse(descriptions[0]["consistency"]))
         self._first_versions = [g.version for g in self._groups]
-        tokens = [d["token"] for d in descriptions]
-        self._reply(list(values), {"versions": [g.version for g in self._groups], "tokens": tokens})
+        answer = {
+            "versions": [g.version for g in self._groups],
+            "tokens": [d["token"] for d in descriptions],
+            "loaded": [None if d["state"] is None else [d["steps"], d["rate"]] for d in descriptions],
+        }
+        self._reply(list(values), answer)
 
     def _compare(self, chief: int, values: dict[int, Any]) -> None:
         for rank, value in values.items():
@@ -335,7 +299,7 @@ class Server:
                     f"worker {rank} has {len(theirs)} distributed optimizers, worker {chief} {len(mine)}"
                 )
             for a, b in zip(mine, theirs):
-                different = shapes_difference(a["layout"], b["layout"])
+                different = shapes_difference(a["layout"], b["layout"]) or _untrained(a, b)
                 if different:
                     raise ConfigurationError(
                         f"workers {chief} ('here') and {rank} ('there') train different variables: {different}; is a "
@@ -378,15 +342,13 @@ class Server:
         self._reply(list(values), {"stop": stop})
 
     def _send_state(self, dest: int, token: str) -> None:
-        from hps_keras import optimizer as wrapping
-
         if token not in self._known:
             raise ProtocolError(
                 f"{self._cluster.name(dest)} asks for the slots of an optimizer that this server never had"
             )
-        names, arrays = wrapping.read_state(self._known[token].optimizer)
+        arrays = self._known[token].read_state()
         described, memory = wire.bundle(arrays)
-        self._post(dest, Header(Kind.REPLY), {"names": names, "slots": described}, [memory] if memory.nbytes else ())
+        self._post(dest, Header(Kind.REPLY), {"slots": described}, [memory] if memory.nbytes else ())
 
     # -- results --
 
@@ -403,7 +365,7 @@ class Server:
         for variable, value in zip(weights, self._shared):
             variable.assign(value)
         for places, group in zip(self._places, self._groups):
-            for place, view in zip(places, group.views):
+            for place, view in zip(places, group.layout.views(group.parameters)):
                 if place >= 0:
                     weights[place].assign(np.array(view))
         for place, value in zip(*self._extras):
@@ -424,6 +386,21 @@ class Server:
             "updates": [g.version - first for g, first in zip(self._groups, self._first_versions)],
             "workers": [row(n, *both) for n, both in enumerate(zip(self._totals(), self._before))],
         }
+
+
+def _untrained(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """Says which weights of the model only one of two workers trains, or returns None when both train the same."""
+    for these, those, where in ((mine, theirs, "here"), (theirs, mine, "there")):
+        only = [row[0] for row, place in zip(these["layout"], these["places"]) if place not in those["places"]]
+        if only:
+            return f"{', '.join(map(repr, only))} only {where}"
+    return None
+
+
+def _present(pushes: Sequence[Push]) -> list[int] | None:
+    """The tensors for which one of the pushes has a gradient, None when that is all of them."""
+    masks = [p.present for p in pushes]
+    return None if any(m is None for m in masks) else sorted({i for m in masks for i in m or ()})
 
 
 def _bundled(state: Any) -> int:

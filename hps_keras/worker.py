@@ -151,7 +151,10 @@ class Exchange:
         self.stop_asked = False
         self.last_seconds = 0.0
         self._started = False
+        wrapping.disguise_containers(model)
         self._counts = {id(o): _count(o) for o in wrapping.wrapped_in(model)}
+        self._steps = {id(o): int(ops.convert_to_numpy(o._iterations)) for o in wrapping.wrapped_in(model)}
+        self._idle: list[Any] = []  # wrapped optimizers that the server has not been told about
         for wrapped in wrapping.wrapped_in(model):
             half = wrapped.__dict__["_hps"]
             half.attached = True
@@ -181,15 +184,16 @@ class Exchange:
         if fresh is not None:
             for variable, value in zip(weights, wire.unbundle(described, fresh)):
                 variable.assign(np.array(value))
-        wrapped = wrapping.wrapped_in(self.model)
-        if [getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)] == wrapped:
-            if not self.model.optimizer.built:
-                self.model.optimizer.build(self.model.trainable_variables)
+        compiled = self.model.optimizer
+        if {id(o) for o in [compiled, *wrapping.inside(compiled)]} >= {id(o) for o in wrapping.wrapped_in(self.model)}:
+            if not compiled.built:
+                compiled.build(self.model.trainable_variables)
             self._declare({})
 
     def _declare(self, present: dict[int, tuple[int, ...]]) -> None:
         """Tells the server about the optimizers; `present` says which variables each trained in the first step."""
         optimizers = [o for o in wrapping.wrapped_in(self.model) if o.built]
+        self._idle = [o for o in wrapping.wrapped_in(self.model) if not o.built]
         owned = _ownership(optimizers, present)
         self.groups = [_Group(i, o, owned[i], self._counts.get(id(o), 0)) for i, o in enumerate(optimizers)]
         places = {id(v): i for i, v in enumerate(self.model.weights)}
@@ -199,8 +203,10 @@ class Exchange:
             state = wrapping.state_to_send(o, group.variables) if self.chief else None
             described, memory = wire.bundle(state or [])
             bodies.append(
-                wrapping.describe(o, group.variables)
+                wrapping.describe(o, group.variables, self._steps[id(o)])
                 | {
+                    "steps": self._steps[id(o)],
+                    "rate": wrapping.assigned_rate(o),
                     "places": [places.get(id(o._trainable_variables[i]), -1) for i in group.variables],
                     "state": described if state is not None else None,
                 }
@@ -215,7 +221,13 @@ class Exchange:
         text, _ = self.link.gather("declare", value, payload=[*payload, *slots])
         for group, version, token in zip(self.groups, text["versions"], text["tokens"]):
             group.version = version
-            group.optimizer.__dict__["_hps"].fetch = partial(self._fetch, token)
+            group.optimizer.__dict__["_hps"].fetch = partial(self._fetch, token, group.variables)
+        for group, loaded in zip(self.groups, text["loaded"]):
+            if loaded is not None:  # the chief has loaded a checkpoint: all go on from its count and rate
+                steps, rate = loaded
+                group.optimizer._iterations.assign_add(steps - self._steps[id(group.optimizer)])
+                if rate is not None and wrapping.assigned_rate(group.optimizer) is not None:
+                    group.optimizer.learning_rate = rate
         self.synchronous = parse(str(self.groups[0].optimizer.__dict__["_hps"].consistency)).synchronous
 
     # -- every step --
@@ -230,6 +242,13 @@ class Exchange:
         self.last_seconds = time.perf_counter() - began
         if not self.groups:
             self._declare({id(o): step.stash(o).present for o in wrapping.wrapped_in(self.model) if o.built})
+        for late in self._idle:
+            if late.built:
+                raise ConfigurationError(
+                    f"optimizer {late.name!r} was applied for the first time after the first training step, when the "
+                    "server knew nothing of it: build it before fit, e.g. "
+                    "optimizer.build(generator.trainable_variables)"
+                )
         self.samples += step.samples
         for group in self.groups:
             self._exchange(group, step)
@@ -268,7 +287,7 @@ class Exchange:
         answer, _, _ = self.link.request(header, body, payload, into=[group.into])
         group.version = answer.version
         if answer.flags & Flag.FRESH:
-            step.assign(group.optimizer, group.variables, group.in_views)
+            step.assign(group.optimizer, group.variables, group.layout, group.into)
         if answer.flags & Flag.STOP:
             self.stop_asked = True
 
@@ -316,10 +335,10 @@ class Exchange:
                 self.link.request(Header(Kind.FINALIZE, group=group.index), into=[group.into])
                 self._set(group)
 
-    def _fetch(self, token: str) -> tuple[list[str], list[np.ndarray]]:
+    def _fetch(self, token: str, variables: Sequence[int]) -> tuple[Sequence[int], list[np.ndarray]]:
         _, body, memory = self.link.request(Header(Kind.STATE), {"token": token})
         empty = np.zeros(0, np.uint8)
-        return body["names"], wire.unbundle(body["slots"], empty if memory is None else memory)
+        return variables, wire.unbundle(body["slots"], empty if memory is None else memory)
 
     def exit(self) -> dict[str, Any]:
         """Leaves `fit`; returns the server's summary of it."""

@@ -1,0 +1,238 @@
+"""The server's half of a Keras optimizer: parameters, slots and the update.
+
+A :class:`ServerOptimizer` is rebuilt from what a worker tells (:func:`hps_keras.optimizer.describe`). The user's optimizer does
+the arithmetic, through Keras. Where its arithmetic is elementwise it runs over *one* flat variable instead of one per tensor:
+the same numbers, but a model of 200 tensors then costs one call and not 200, and the answer is sent from the variable's own
+memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from hps_keras import backends
+from hps_keras.errors import ConfigurationError
+from hps_keras.layout import ParameterLayout, aligned_zeros
+from hps_keras.optimizer import known_classes, slots_of
+
+# Each element is updated from its own gradient and slots alone, so that tensors can lie end to end in one variable.
+_ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion")
+
+
+class ServerOptimizer:
+    """Parameters, slots and update of one of the workers' optimizers.
+
+    Args:
+        description: See :func:`hps_keras.optimizer.describe`.
+        parameters: The parameters to begin with, flat.
+
+    Attributes:
+        layout: The parameters' places in flat buffers.
+        gradient: Flat buffer that :meth:`update` reads.
+        version: Updates so far; kept from one `fit` to the next.
+
+    Raises:
+        ConfigurationError: The optimizer or a constraint is of a class that this process does not know.
+    """
+
+    def __init__(self, description: dict[str, Any], parameters: np.ndarray) -> None:
+        self.layout = ParameterLayout.from_json(description["layout"])
+        self.gradient = self.layout.allocate()
+        self.version = 0
+        self._scratch: np.ndarray | None = None
+        self._optimizer, constraints = _deserialize(description)
+        self._flat = _can_be_flat(self._optimizer, description, self.layout)
+        if self._flat:
+            self._variables = [_variable(np.array(parameters), "float32", "hps")]
+            gradients = [self.gradient]
+        else:
+            self._variables = [
+                _variable(np.array(view), tensor.dtype, tensor.name)
+                for view, tensor in zip(self.layout.views(parameters), self.layout.tensors)
+            ]
+            for variable, constraint in zip(self._variables, constraints):
+                variable.constraint = constraint
+            gradients = self.layout.views(self.gradient)
+        undecayed = [v for v, decayed in zip(self._variables, description["decay"]) if not decayed]
+        if undecayed:
+            self._optimizer.exclude_from_weight_decay(var_list=undecayed)
+        self._optimizer.build(self._variables)
+        self._updater = backends.updater(self._optimizer, self._variables, gradients)
+        self._parameters: np.ndarray | None = None
+
+    @property
+    def parameters(self) -> np.ndarray:
+        """The parameters, flat: (elements,) float32. Valid until the next update; nobody may hold it longer."""
+        if self._parameters is None:
+            if self._flat:
+                self._parameters = self._updater.memory()
+            else:
+                self._parameters = self.layout.allocate()
+                self._updater.collect(self.layout.views(self._parameters))
+        return self._parameters
+
+    @property
+    def scratch(self) -> np.ndarray:
+        """Room for a payload that is added to another one; a single worker and asynchronous ones do not need it."""
+        if self._scratch is None:
+            self._scratch = self.layout.allocate()
+        return self._scratch
+
+    def load(self, parameters: np.ndarray) -> None:
+        """Takes other parameters, e.g. those with which a second `fit` begins."""
+        self._parameters = None
+        values = [parameters] if self._flat else self.layout.views(parameters)
+        for variable, value in zip(self._variables, values):
+            variable.assign(np.array(value))
+
+    def update(self, scale: float, rate: float, present: Sequence[int] | None) -> None:
+        """Applies `scale` times the gradient with learning rate `rate`.
+
+        Args:
+            scale: Factor of the gradient.
+            rate: Learning rate, weights included.
+            present: Indices of the tensors that have a gradient; the others stay as they are, slots too. None: all.
+        """
+        if present is not None and len(present) == 0:
+            return
+        self._parameters = None  # so that the variable's memory is its own again, and is updated in place
+        everything = tuple(range(len(self._variables)))
+        if present is None or len(present) == len(self.layout.tensors):
+            self._updater.apply(scale, rate, everything)
+        elif self._flat:
+            self._update_some(scale, rate, present)
+        else:
+            self._updater.apply(scale, rate, tuple(present))
+
+    def _update_some(self, scale: float, rate: float, present: Sequence[int]) -> None:
+        arrays = [v for v in [*self._variables, *slots_of(self._optimizer)] if v.shape]
+        before = [np.array(ops.convert_to_numpy(v)) for v in arrays]
+        self._updater.apply(scale, rate, (0,))
+        for variable, old in zip(arrays, before):
+            new = np.array(ops.convert_to_numpy(variable))
+            for index, tensor in enumerate(self.layout.tensors):
+                if index not in present:
+                    place = slice(tensor.offset, tensor.offset + tensor.size)
+                    new[place] = old[place]
+            variable.assign(new)
+
+    def finalize(self) -> None:
+        """Replaces the parameters by their moving averages, where the optimizer keeps some (EMA)."""
+        self._parameters = None
+        self._optimizer.finalize_variable_values(self._variables)
+
+    # -- slots --
+
+    def read_state(self) -> list[np.ndarray]:
+        """The slots, one array each, in the order in which the workers' optimizer has them."""
+        slots = slots_of(self._optimizer)
+        if not self._flat:
+            return [ops.convert_to_numpy(v) for v in slots]
+        values = {key: ops.convert_to_numpy(v) for key, v in _flat_keys(slots).items()}
+        arrays = []
+        for key, index in self._order():
+            value = values[key]
+            if index is not None:
+                tensor = self.layout.tensors[index]
+                value = value[tensor.offset : tensor.offset + tensor.size].reshape(tensor.shape)
+            arrays.append(np.ascontiguousarray(value))
+        return arrays
+
+    def write_state(self, iterations: int, slots: Sequence[np.ndarray] | None) -> None:
+        """Sets the update count, and the slots unless None.
+
+        Raises:
+            ConfigurationError: The slots are those of another optimizer.
+        """
+        self._optimizer._iterations.assign(iterations)
+        if slots is None:
+            return
+        variables = slots_of(self._optimizer)
+        if not self._flat:
+            self._check(slots, [tuple(v.shape) for v in variables])
+            for variable, value in zip(variables, slots):
+                variable.assign(np.array(value))
+            return
+        order = self._order()
+        self._check(slots, [() if index is None else self.layout.tensors[index].shape for _, index in order])
+        keyed = _flat_keys(variables)
+        for key, variable in keyed.items():
+            whole = np.array(ops.convert_to_numpy(variable))
+            for (other, index), value in zip(order, slots):
+                if other == key and index is None:
+                    whole = np.array(value)
+                elif other == key and index is not None:
+                    tensor = self.layout.tensors[index]
+                    whole[tensor.offset : tensor.offset + tensor.size] = value.reshape(-1)
+            variable.assign(whole)
+
+    def _check(self, slots: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> None:
+        if [tuple(s.shape) for s in slots] != list(shapes):
+            raise ConfigurationError(
+                f"the loaded optimizer state ({len(slots)} arrays) does not fit {type(self._optimizer).__name__} with "
+                f"{len(shapes)} slots: was it saved by another optimizer?"
+            )
+
+    def _order(self) -> list[tuple[str, int | None]]:
+        """For each slot of the same optimizer built tensor by tensor: which flat slot, and which tensor's piece of it."""
+        template = type(self._optimizer).from_config(self._optimizer.get_config())
+        template.build(
+            [_variable(np.zeros(1, np.float32), "float32", f"hps{i}") for i in range(len(self.layout.tensors))]
+        )
+        order: list[tuple[str, int | None]] = []
+        scalars = 0
+        for slot in slots_of(template):
+            found = re.match(r"hps(\d+)_", slot.name)
+            if found:
+                order.append((slot.name[found.end() :], int(found[1])))
+            else:
+                order.append((f"scalar {scalars}", None))
+                scalars += 1
+        return order
+
+
+def _flat_keys(slots: Sequence[Any]) -> dict[str, Any]:
+    """The slots of an optimizer that was built on the flat variable, by what is theirs in their name."""
+    keyed = {}
+    scalars = 0
+    for slot in slots:
+        if slot.name.startswith("hps_"):
+            keyed[slot.name.removeprefix("hps_")] = slot
+        else:
+            keyed[f"scalar {scalars}"] = slot
+            scalars += 1
+    return keyed
+
+
+def _variable(value: np.ndarray, dtype: str, path: str) -> Any:
+    # Aligned, so that the back end need not copy.
+    memory = aligned_zeros(value.size)
+    memory[...] = value.reshape(-1)
+    variable = keras.Variable(memory.reshape(value.shape), dtype=dtype, trainable=True, name=path.split("/")[-1])
+    variable._path = path  # slots are named after it, and some optimizers (Muon) choose by it
+    return variable
+
+
+def _can_be_flat(optimizer: Any, description: dict[str, Any], layout: ParameterLayout) -> bool:
+    elementwise = any(type(optimizer) is getattr(keras.optimizers, n, None) for n in _ELEMENTWISE)
+    plain = optimizer.clipnorm is None and not any(description["constraints"]) and all(description["decay"])
+    return elementwise and plain and all(t.dtype == "float32" for t in layout.tensors)
+
+
+def _deserialize(description: dict[str, Any]) -> tuple[Any, list[Any]]:
+    known = known_classes()
+    try:
+        constraints = [c and keras.constraints.deserialize(c, known) for c in description["constraints"]]
+        return keras.optimizers.deserialize(description["optimizer"], known), constraints
+    except (TypeError, ValueError, ImportError) as error:
+        raise ConfigurationError(
+            "the parameter server cannot rebuild the workers' optimizer: decorate its class (and those of constraints) "
+            "with @keras.saving.register_keras_serializable(), in a module that this process imports too. Keras says: "
+            f"{error}"
+        ) from error
