@@ -54,6 +54,7 @@ $(BASE)-%: $(BASE)
 $(TREE): FORCE
 	@rm -rf $@ && mkdir -p $@
 	@ln -s $(CURDIR)/hps_keras/*.py $(CURDIR)/hps_keras/py.typed $@/
+	@ln -s $(CURDIR)/hps_keras/backends $@/backends
 	@ln -s $(CURDIR)/callbacks $@/callbacks
 .PHONY: FORCE
 FORCE:

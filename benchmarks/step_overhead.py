@@ -1,7 +1,8 @@
 """What a training step costs with a parameter server: plain Keras against one worker and one server.
 
-Both sides run interleaved in one process: a few steps plain, a few steps distributed, and so on, so that a noisy machine slows
-both. The worker is pinned to one core and the server to another, one thread each; the exchange goes through MPI messages.
+Both sides run interleaved in one process: a few steps plain, a few steps distributed, and so on, so that a noisy
+machine slows both. The worker is pinned to one core and the server to another, one thread each; the exchange goes
+through MPI messages.
 
     python benchmarks/step_overhead.py                       # all models, SGD
     python benchmarks/step_overhead.py --models lenet5 --optimizer adam

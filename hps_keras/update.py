@@ -1,9 +1,9 @@
 """The server's half of a Keras optimizer: parameters, slots and the update.
 
-A :class:`ServerOptimizer` is rebuilt from what a worker tells (:func:`hps_keras.optimizer.describe`). The user's optimizer does
-the arithmetic, through Keras. Where its arithmetic is elementwise it runs over *one* flat variable instead of one per tensor:
-the same numbers, but a model of 200 tensors then costs one call and not 200, and the answer is sent from the variable's own
-memory.
+A :class:`ServerOptimizer` is rebuilt from what a worker tells (:func:`hps_keras.optimizer.describe`). The user's
+optimizer does the arithmetic, through Keras. Where its arithmetic is elementwise it runs over *one* flat variable
+instead of one per tensor: the same numbers, but a model of 200 tensors then costs one call and not 200, and the answer
+is sent from the variable's own memory.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class ServerOptimizer:
             )
 
     def _order(self) -> list[tuple[str, int | None]]:
-        """For each slot of the same optimizer built tensor by tensor: which flat slot, and which tensor's piece of it."""
+        """The slots of the same optimizer built tensor by tensor: of which flat slot, and which tensor's piece."""
         template = type(self._optimizer).from_config(self._optimizer.get_config())
         template.build(
             [_variable(np.zeros(1, np.float32), "float32", f"hps{i}") for i in range(len(self.layout.tensors))]

@@ -1,0 +1,220 @@
+"""The only place that knows TensorFlow, JAX and torch: gradients out, parameters in, threads, devices.
+
+A worker's compiled step leaves its gradients in a *stash* (see :mod:`hps_keras.optimizer`); a :class:`Step` runs that
+step, counts its samples, copies the stash into a flat buffer and writes received parameters back. A server's
+:class:`Updater` applies the user's optimizer to variables of its own. Everything crosses as views of flat numpy
+buffers, without a copy wherever the back end can share aligned memory.
+
+Each back end has a file, which is imported only when Keras runs on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hps_keras.errors import ConfigurationError
+from hps_keras.layout import ParameterLayout
+
+logger = logging.getLogger("hps_keras")
+
+
+def name() -> str:
+    """Returns the Keras back end: ``"tensorflow"``, ``"jax"`` or ``"torch"``.
+
+    Raises:
+        ConfigurationError: Keras runs on another one.
+    """
+    import keras
+
+    found = keras.backend.backend()
+    if found not in ("tensorflow", "jax", "torch"):
+        raise ConfigurationError(f"KERAS_BACKEND={found!r}: hps_keras trains on tensorflow, jax and torch")
+    return found
+
+
+# -- what a process may use --
+
+
+def set_threads(count: int) -> None:
+    """Limits each back end to `count` threads, unless the user has chosen a number.
+
+    Ranks that share a machine would otherwise each start one thread per core and slow each other down. The environment
+    is read when a back end starts its thread pool, so this works before it is imported and as long as it has not
+    computed anything.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" not in os.environ:  # torch has read it at import, and never again
+        torch.set_num_threads(count)
+    for variable in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS", "NPROC"):
+        os.environ.setdefault(variable, str(count))
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and tensorflow.executing_eagerly():
+        from tensorflow.python.eager import context
+
+        if context.context()._initialized and not tensorflow.config.threading.get_intra_op_parallelism_threads():
+            logger.warning(
+                "TensorFlow had already computed something when hps.init() was called, so its threads cannot be "
+                "limited to this rank's share of the CPUs (%d): call hps.init() before anything else",
+                count,
+            )
+
+
+def hide_accelerators() -> None:
+    """Hides GPUs from this process: a parameter server computes on the CPU and takes no GPU from a worker."""
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        os.environ[variable] = "-1"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["KERAS_TORCH_DEVICE"] = "cpu"
+    tensorflow, jax = sys.modules.get("tensorflow"), sys.modules.get("jax")
+    try:
+        if tensorflow is not None:
+            tensorflow.config.set_visible_devices([], "GPU")
+        if jax is not None:
+            jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:
+        logger.warning("the parameter server keeps a GPU that was in use before hps.init(): %s", error)
+
+
+# -- a worker's step --
+
+
+class Stash(NamedTuple):
+    """What an optimizer left behind in a step.
+
+    Attributes:
+        applied: How often the optimizer has been applied, modulo 2^20.
+        rate: The learning rate of the last time.
+        present: Indices of the tensors that have a gradient.
+    """
+
+    applied: int
+    rate: float
+    present: tuple[int, ...]
+
+
+class Step(ABC):
+    """Runs one training step after another and moves gradients and parameters between steps.
+
+    Attributes:
+        samples: Samples that the last step trained on.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.samples = 0
+
+    @abstractmethod
+    def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
+        """Runs Keras's own step; raises what it raises, ``StopIteration`` at the end of the data among it."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """What the trainer expects its train function to return."""
+
+    @abstractmethod
+    def stash(self, optimizer: Any) -> Stash:
+        """What the optimizer left behind in the last step."""
+
+    @abstractmethod
+    def gradients(
+        self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
+    ) -> None:
+        """Copies the stashed gradients of `variables` (indices) into `views`, zeros where one has none."""
+
+    @abstractmethod
+    def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
+        """Copies `flat`, the same buffer at every call, into the optimizer's `variables` (indices)."""
+
+
+# -- a server's update --
+
+
+class Updater(ABC):
+    """Applies a Keras optimizer to variables on the server.
+
+    Args:
+        optimizer: A plain Keras optimizer with a plain learning rate, built on `variables`.
+        variables: The server's Keras variables.
+        gradients: Views of the flat gradient buffer, one per variable.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[np.ndarray]) -> None:
+        self.optimizer, self.variables, self.gradients = optimizer, list(variables), list(gradients)
+
+    @abstractmethod
+    def apply(self, scale: float, rate: float, present: tuple[int, ...]) -> None:
+        """Applies `scale` times the gradients of the tensors `present`, with learning rate `rate`."""
+
+    def memory(self) -> np.ndarray:
+        """The only variable's value, flat, in its own memory if that can be shared; valid until the next apply."""
+        import keras
+
+        return np.ascontiguousarray(keras.ops.convert_to_numpy(self.variables[0].value)).reshape(-1)
+
+    def collect(self, views: Sequence[np.ndarray]) -> None:
+        """Copies the variables into `views`."""
+        import keras
+
+        for variable, view in zip(self.variables, views):
+            view[...] = keras.ops.convert_to_numpy(variable.value)
+
+
+# -- of the back end that Keras runs on --
+
+
+def watch(model: Any) -> None:
+    """Makes the model's compiled step count its samples where only the step itself sees the data (TensorFlow)."""
+    _own().watch(model)
+
+
+def build(model: Any, arguments: Sequence[Any]) -> None:
+    """Builds, from a batch's shapes alone, a model that waits for its first batch (only TensorFlow has such).
+
+    Args:
+        model: The model.
+        arguments: What the train function was called with.
+
+    Raises:
+        ConfigurationError: Its `call` cannot be traced on symbolic inputs.
+    """
+    _own().build(model, arguments)
+
+
+def step(model: Any) -> Step:
+    """Returns the :class:`Step` of the back end that Keras runs on."""
+    return _own().BackendStep(model)
+
+
+def updater(optimizer: Any, variables: Sequence[Any], gradients: Sequence[np.ndarray]) -> Updater:
+    """Returns the :class:`Updater` of the back end that Keras runs on."""
+    return _own().BackendUpdater(optimizer, variables, gradients)
+
+
+def named(variable: Any) -> Any:
+    """Returns what Keras looks at when it excludes from weight decay by name."""
+    return _own().named(variable)
+
+
+def _own() -> Any:
+    return import_module(f"hps_keras.backends.{name()}_backend")
+
+
+def pick(optimizer: Any, variables: Sequence[int]) -> list[Any]:
+    """Returns those of the optimizer's trainable variables that have the indices `variables`."""
+    return [optimizer._trainable_variables[i] for i in variables]
+
+
+def rows(batch: Any) -> int:
+    """Returns the number of samples in a batch: the first dimension of its first array."""
+    import keras
+
+    first = next((leaf for leaf in keras.tree.flatten(batch) if leaf is not None), None)
+    return int(first.shape[0]) if first is not None and len(first.shape) else 0

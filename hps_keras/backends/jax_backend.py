@@ -1,0 +1,149 @@
+"""JAX: the training state passes through the step, and parameters are exchanged in it, not in the variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hps_keras.backends import Stash, Step, Updater, pick, rows
+from hps_keras.errors import ConfigurationError
+from hps_keras.layout import ParameterLayout
+
+
+class BackendStep(Step):
+    """See :class:`hps_keras.backends.Step`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._places: dict[int, tuple[Any, ...]] = {}
+        self._splits: dict[int, Callable[[np.ndarray], list[Any]]] = {}
+
+    def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
+        state, iterator = arguments
+        counting = _Counting(iterator)
+        self._logs, state = train_function(state, counting)
+        self._state = list(state)
+        self.samples = counting.samples
+
+    def result(self) -> Any:
+        return self._logs, tuple(self._state)
+
+    def _place(self, optimizer: Any) -> tuple[Any, ...]:
+        known = self._places.get(id(optimizer))
+        if known is None:
+            half = optimizer.__dict__["_hps"]
+            slots = {id(v): i for i, v in enumerate(self.model.optimizer.variables)}
+            trainable = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
+            if id(half.meta) not in slots:
+                raise ConfigurationError(
+                    f"optimizer {optimizer.name!r} is not the one that the model was compiled with: on JAX only that "
+                    "one's state passes through the step"
+                )
+            known = self._places[id(optimizer)] = (
+                slots[id(half.meta)],
+                [slots[id(v)] for v in half.gradients],
+                [trainable[id(v)] for v in optimizer._trainable_variables],
+            )
+        return known
+
+    def stash(self, optimizer: Any) -> Stash:
+        count, rate, mask = np.asarray(self._state[2][self._place(optimizer)[0]])
+        return Stash(int(count), float(rate), optimizer.__dict__["_hps"].masks[int(mask)])
+
+    def gradients(
+        self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
+    ) -> None:
+        places = self._place(optimizer)[1]
+        for index, view in zip(variables, views):
+            if index in present:
+                view[...] = np.asarray(self._state[2][places[index]])
+            else:
+                view.fill(0)
+
+    def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
+        places = self._place(optimizer)[2]
+        split = self._splits.get(id(optimizer))
+        if split is None:
+            dtypes = [str(v.dtype) for v in pick(optimizer, variables)]
+            split = self._splits[id(optimizer)] = _jax_splitter(layout, dtypes)
+        values = list(self._state[0])
+        for index, value in zip(variables, split(flat)):
+            values[places[index]] = value
+        self._state[0] = values
+
+
+def _jax_splitter(layout: ParameterLayout, dtypes: Sequence[str]) -> Callable[[np.ndarray], list[Any]]:
+
+    # JAX may alias aligned numpy memory, and our buffer changes with the next answer: copy inside jit, and see it done.
+    @jax.jit
+    def split(flat: Any) -> list[Any]:
+        return [
+            jnp.array(jax.lax.slice(flat, (t.offset,), (t.offset + t.size,)), dtype=d, copy=True).reshape(t.shape)
+            for t, d in zip(layout.tensors, dtypes)
+        ]
+
+    return lambda flat: jax.block_until_ready(split(flat))
+
+
+class _Counting:
+    """An iterator that counts the rows of the batches it hands on."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator, self.samples = iter(iterator), 0
+
+    def __iter__(self) -> _Counting:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        self.samples += rows(batch)
+        return batch
+
+
+class BackendUpdater(Updater):
+    """See :class:`hps_keras.backends.Updater`."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[np.ndarray]) -> None:
+        super().__init__(optimizer, variables, gradients)
+        self._functions: dict[tuple[int, ...], Any] = {}
+        self._rate = next(i for i, v in enumerate(optimizer.variables) if v is optimizer._learning_rate)
+
+    def apply(self, scale: float, rate: float, present: tuple[int, ...]) -> None:
+        function = self._functions.get(present)
+        if function is None:
+            function = self._functions[present] = self._compile(present)
+        slots = [v.value for v in self.optimizer.variables]
+        parameters = [v.value for v in self.variables]
+        parameters, slots = function(parameters, slots, self.gradients, np.float32(scale), np.float32(rate))
+        for variable, value in zip([*self.variables, *self.optimizer.variables], [*parameters, *slots]):
+            variable.assign(value)
+
+    def _compile(self, present: tuple[int, ...]) -> Any:
+
+        def update(parameters: Any, slots: Any, gradients: Any, scale: Any, rate: Any) -> Any:
+            slots = list(slots)
+            slots[self._rate] = rate.astype(slots[self._rate].dtype)
+            scaled = [
+                (g * scale).astype(p.dtype) if i in present else None
+                for i, (g, p) in enumerate(zip(gradients, parameters))
+            ]  # fmt: skip
+            return self.optimizer.stateless_apply(slots, scaled, parameters)
+
+        return jax.jit(update)
+
+
+def watch(model: Any) -> None:
+    """Nothing to do: the batches pass through Python, where they are counted."""
+
+
+def build(model: Any, arguments: Any) -> None:
+    """Nothing to do: on this back end Keras builds models before training begins."""
+
+
+def named(variable: Any) -> Any:
+    """Keras's own variable."""
+    return variable

@@ -1,0 +1,162 @@
+"""TensorFlow: dlpack views both ways, one function for all assignments, XLA for the update of large models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hps_keras.backends import Stash, Step, Updater, pick
+from hps_keras.errors import ConfigurationError
+from hps_keras.layout import ParameterLayout
+
+_COMPILE_FROM = 1 << 20  # elements; XLA halves the update of a large model and costs a second of compiling
+
+
+class BackendStep(Step):
+    """See :class:`hps_keras.backends.Step`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._seen = int(model.__dict__["_hps_counter"].numpy())
+        self._assign: dict[int, tuple[Any, Any]] = {}
+
+    def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
+        self._result = train_function(*arguments)
+        count = int(self.model.__dict__["_hps_counter"].numpy())
+        self.samples, self._seen = count - self._seen, count
+
+    def result(self) -> Any:
+        return self._result
+
+    def stash(self, optimizer: Any) -> Stash:
+        half = optimizer.__dict__["_hps"]
+        count, rate, mask = half.meta.value.numpy()
+        return Stash(int(count), float(rate), half.masks[int(mask)] if half.masks else ())
+
+    def gradients(
+        self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
+    ) -> None:
+        stash = optimizer.__dict__["_hps"].gradients
+        for index, view in zip(variables, views):
+            if index in present:
+                view[...] = _shared(stash[index].value)
+            else:
+                view.fill(0)
+
+    def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
+        known = self._assign.get(id(optimizer))
+        if known is None:
+            known = self._assign[id(optimizer)] = self._assigner(pick(optimizer, variables), layout, flat)
+        known[0](known[1])
+
+    @staticmethod
+    def _assigner(variables: Sequence[Any], layout: ParameterLayout, flat: np.ndarray) -> tuple[Any, Any]:
+
+        shared = tf.experimental.dlpack.from_dlpack(flat.__dlpack__())
+
+        @tf.function(autograph=False)
+        def put(parameters: Any) -> None:
+            for variable, tensor in zip(variables, layout.tensors):
+                piece = tf.slice(parameters, [tensor.offset], [tensor.size])
+                # A slice, and a plain assign of it, would share our buffer, which the next answer overwrites.
+                same = variable.value.dtype == tf.float32
+                piece = tf.raw_ops.DeepCopy(x=piece) if same else tf.cast(piece, variable.value.dtype)
+                variable.value.assign(tf.reshape(piece, tensor.shape))
+
+        # One argument, not one a tensor: each costs TensorFlow's dispatcher as much as a small assign.
+        return put.get_concrete_function(shared), shared
+
+
+def _shared(variable: Any) -> np.ndarray:
+    """A TensorFlow variable's value in its own memory if it lies on the CPU; whoever holds it makes updates copy."""
+    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    try:
+        return np.asarray(memoryview(value))
+    except (TypeError, ValueError, BufferError):
+        return value.numpy()  # on a GPU, or a dtype that has no buffer format
+
+
+class BackendUpdater(Updater):
+    """See :class:`hps_keras.backends.Updater`."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[np.ndarray]) -> None:
+        super().__init__(optimizer, variables, gradients)
+
+        self._tensors = [
+            tf.experimental.dlpack.from_dlpack(g.__dlpack__()) if g.size else tf.zeros(g.shape) for g in self.gradients
+        ]
+        self._functions: dict[tuple[int, ...], Any] = {}
+        self._compile = sum(g.size for g in self.gradients) >= _COMPILE_FROM
+
+    def apply(self, scale: float, rate: float, present: tuple[int, ...]) -> None:
+
+        arguments = tf.constant(scale, tf.float32), tf.constant(rate, tf.float32), *(self._tensors[i] for i in present)
+        function = self._functions.get(present)
+        if function is None:
+            function = self._functions[present] = self._trace(present, arguments)
+        function(*arguments)
+
+    def _trace(self, present: tuple[int, ...], arguments: Sequence[Any]) -> Any:
+
+        variables = [self.variables[i] for i in present]
+
+        def update(scale: Any, rate: Any, *tensors: Any) -> None:
+            self.optimizer._learning_rate.assign(rate)
+            self.optimizer.apply([tf.cast(t * scale, v.dtype) for t, v in zip(tensors, variables)], variables)
+
+        return tf.function(update, autograph=False, jit_compile=self._compile).get_concrete_function(*arguments)
+
+    def memory(self) -> np.ndarray:
+        return _shared(self.variables[0].value).reshape(-1)
+
+    def collect(self, views: Sequence[np.ndarray]) -> None:
+        for variable, view in zip(self.variables, views):
+            view[...] = _shared(variable.value)
+
+
+def watch(model: Any) -> None:
+    """Makes the model's compiled step count its samples: only the step itself sees the data."""
+    if "_hps_counter" in model.__dict__:
+        return
+
+    with tf.init_scope():
+        counter = tf.Variable(0, dtype=tf.int64, trainable=False, name="hps_samples")
+    original = model.train_step
+
+    def train_step(data: Any) -> Any:
+        leaf = next(x for x in keras.tree.flatten(data) if x is not None)
+        rows = leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0]
+        counter.assign_add(tf.cast(rows, tf.int64))
+        return original(data)
+
+    # Past Keras's attribute tracking, which would make the counter a part of the model that is saved with it.
+    model.__dict__["_hps_counter"] = counter
+    model.__dict__["train_step"] = train_step
+    model.train_function = None
+
+
+def build(model: Any, arguments: Sequence[Any]) -> None:
+    """See :func:`hps_keras.backends.build`."""
+    spec = getattr(arguments[-1], "element_spec", None)
+    try:
+        if spec is None:
+            raise ValueError("the data has no element_spec")
+        leaves = keras.tree.map_structure(lambda s: keras.KerasTensor(tuple(s.shape), s.dtype.name), spec)
+        model._symbolic_build(data_batch=leaves)
+    except Exception as error:
+        if model.weights and all(layer.built for layer in model._flatten_layers(include_self=False)):
+            return  # it has no `call` to trace (a GAN of two models) and needs none: all its parts are built
+        raise ConfigurationError(
+            f"the model {model.name!r} has no weights yet, and Keras cannot build it from the shapes of a batch "
+            f"({error}): call it once on a batch, or model.build(...), before fit, so that all workers can start from "
+            "the same weights"
+        ) from error
+
+
+def named(variable: Any) -> Any:
+    """TensorFlow's variable, whose name holds the layer's."""
+    return variable.value

@@ -1,0 +1,72 @@
+"""torch: every step runs in Python, so gradients are copied straight from where backward left them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hps_keras.backends import Stash, Step, Updater, pick, rows
+from hps_keras.layout import ParameterLayout
+
+
+class BackendStep(Step):
+    """See :class:`hps_keras.backends.Step`."""
+
+    def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
+        self.samples = rows(arguments[0])
+        self._result = train_function(*arguments)
+
+    def result(self) -> Any:
+        return self._result
+
+    def stash(self, optimizer: Any) -> Stash:
+        return optimizer.__dict__["_hps"].latest
+
+    def gradients(
+        self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
+    ) -> None:
+
+        stash = optimizer.__dict__["_hps"].gradients
+        with torch.no_grad():
+            for index, view in zip(variables, views):
+                if index in present:
+                    torch.from_numpy(view).copy_(stash[index])
+                else:
+                    view.fill(0)
+
+    def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
+
+        with torch.no_grad():
+            for variable, view in zip(pick(optimizer, variables), layout.views(flat)):
+                variable.value.data.copy_(torch.from_numpy(view))
+
+
+class BackendUpdater(Updater):
+    """See :class:`hps_keras.backends.Updater`."""
+
+    def apply(self, scale: float, rate: float, present: tuple[int, ...]) -> None:
+
+        self.optimizer.learning_rate = rate
+        with torch.no_grad():
+            variables = [self.variables[i] for i in present]
+            gradients = [
+                (torch.from_numpy(self.gradients[i]) * scale).to(v.value.dtype).to(v.value.device)
+                for i, v in zip(present, variables)
+            ]
+            self.optimizer.apply(gradients, variables)
+
+
+def watch(model: Any) -> None:
+    """Nothing to do: the batches pass through Python, where they are counted."""
+
+
+def build(model: Any, arguments: Any) -> None:
+    """Nothing to do: on this back end Keras builds models before training begins."""
+
+
+def named(variable: Any) -> Any:
+    """Keras's own variable."""
+    return variable
