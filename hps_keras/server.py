@@ -11,6 +11,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,10 +59,8 @@ class Server:
         self._known: dict[str, ServerOptimizer] = {}
         self._groups: list[ServerOptimizer] = []
         self._headers: dict[tuple[int, int], Header] = {}
-        self._sendings: list[Sending] = []
-        self._places: list[Sequence[int]] = []
-        self._shared: list[np.ndarray] = []
-        self._extras: tuple[Sequence[int], list[np.ndarray]] = ((), [])
+        self._sendings: list[tuple[int, Sending]] = []
+        self._final: list[np.ndarray] = []
         self._returns = False
         self._served = False
         self._before = self._totals()
@@ -89,7 +88,7 @@ class Server:
 
     def _loop(self, finished: Callable[[], bool], handle: Callable[[int, Header], None]) -> None:
         idle_since = time.monotonic()
-        next_tick = idle_since
+        next_tick, due, backlog = idle_since, None, 0
         pace = min(0.25, self._cluster.settings.timeout / 8)
         while not finished():
             message = self._wire.poll()
@@ -99,10 +98,17 @@ class Server:
                 idle_since = time.monotonic()
             else:
                 self._wire.patience.rest(now - idle_since)
-            if now >= next_tick:
-                next_tick = now + pace
-                self._carry_out(self._coordinator.tick(now))
-                self._sendings = [s for s in self._sendings if not s.done()]
+            if due is None:
+                if now < next_tick:
+                    continue
+                due, backlog = now, len(self._rank)
+            # What came while this process was busy is no silence: each worker's message is handled before the tick.
+            if message is None or backlog == 0:
+                self._carry_out(self._coordinator.tick(due))
+                self._drop_done()
+                next_tick, due = due + pace, None
+            else:
+                backlog -= 1
         self._flush()
 
     def _only_leave(self, source: int, header: Header) -> None:
@@ -134,6 +140,8 @@ class Server:
             group.finalize()
             self._post(source, Header(Kind.REPLY), None, [group.parameters])
         elif header.kind == Kind.EXIT:
+            if header.payload:
+                self._final = wire.unbundle(body, self._wire.bytes_of(source, header))
             self._carry_out(self._coordinator.exit(worker, now))
             self._post(source, Header(Kind.REPLY), self.summary())
         elif header.kind == Kind.LEAVE:
@@ -187,18 +195,20 @@ class Server:
         self._post(self._cluster.workers[push.worker], header, None, payload)
 
     def _post(self, dest: int, header: Header, body: Any = None, payload: Sequence[np.ndarray] = ()) -> None:
-        self._sendings = [s for s in self._sendings if not s.done()]
-        self._sendings.append(self._wire.post(dest, header, body, payload))
+        self._drop_done()
+        self._sendings.append((dest, self._wire.post(dest, header, body, payload)))
+
+    def _drop_done(self) -> None:
+        self._sendings = [(dest, sending) for dest, sending in self._sendings if not sending.done()]
 
     def _flush(self) -> None:
         """Waits until nobody reads our buffers any more."""
-        for sending in self._sendings:
-            self._wire.patience.until(
-                sending.done,
-                self._wire.timeout,
-                lambda: f"a worker takes no answer since {self._wire.timeout:g} s (HPS_TIMEOUT)",
-            )
+        for dest, sending in self._sendings:
+            self._wire.patience.until(sending.done, self._wire.timeout, partial(self._takes_nothing, dest))
         self._sendings = []
+
+    def _takes_nothing(self, dest: int) -> str:
+        return f"{self._cluster.name(dest)} has not taken its answer within {self._wire.timeout:g} s (HPS_TIMEOUT)"
 
     # -- gathers --
 
@@ -225,6 +235,12 @@ class Server:
         self._served = True
         self._before = self._totals()
         chief = min(values)
+        missing = sorted(set(self._rank.values()) - set(values))
+        if missing:
+            raise ProtocolError(
+                f"worker {missing[0]} ended its script without the fit that workers {list(values)} have entered; let "
+                "the scripts of all workers come to the same fits"
+            )
         for rank, value in values.items():
             if value["epochs"] != values[chief]["epochs"]:
                 raise ConfigurationError(
@@ -232,7 +248,7 @@ class Server:
                     "workers the same"
                 )
         body = {"chief": chief, "initial_epoch": values[chief]["initial_epoch"], "returns": self._returns}
-        self._groups, self._places, self._extras = [], [], ((), [])
+        self._groups, self._final = [], []
         self._reply(list(values), body)
 
     def _weights(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
@@ -248,8 +264,6 @@ class Server:
                 "worker 0 (the chief) ended its epoch without a training step: give every worker a batch"
             )
         memory = self._wire.bytes_of(self._cluster.workers[chief], headers[chief])
-        if self._returns:
-            self._shared = [np.array(a) for a in wire.unbundle([v[1:] for v in values[chief]], memory)]
         self._reply([chief], None)
         self._reply([rank for rank in values if rank != chief], None, [memory])
 
@@ -281,7 +295,6 @@ class Server:
                 loaded = None if state is None else wire.unbundle(state, memory)
                 group.write_state(description["iterations"], loaded)
             self._groups.append(group)
-        self._places = [d["places"] for d in descriptions]
         self._coordinator.define([g.version for g in self._groups], parse(descriptions[0]["consistency"]))
         self._first_versions = [g.version for g in self._groups]
         answer = {
@@ -332,8 +345,6 @@ class Server:
         averaged = [np.asarray(m).astype(a.dtype) for m, a in zip(means, first)]
         _, memory = wire.bundle(averaged)
         self._flush()
-        if self._returns:
-            self._extras = values[chief]["places"], averaged
         payload = [g.parameters for g in self._groups] + [memory]
         self._reply(list(values), {"versions": [g.version for g in self._groups]}, payload)
 
@@ -355,21 +366,15 @@ class Server:
     def into_model(self, model: Any) -> None:
         """Writes the workers' final weights into this process's own model (a server that returns)."""
         weights = model.weights
-        if not self._shared:
+        if not self._final:
             return
-        if [tuple(w.shape) for w in weights] != [a.shape for a in self._shared]:
+        if [tuple(w.shape) for w in weights] != [a.shape for a in self._final]:
             raise ConfigurationError(
                 "return_on_server=True: this process's model has not the workers' weights to fill; build it before "
                 "fit (call it once on a batch), as on the workers"
             )
-        for variable, value in zip(weights, self._shared):
-            variable.assign(value)
-        for places, group in zip(self._places, self._groups):
-            for place, view in zip(places, group.layout.views(group.parameters)):
-                if place >= 0:
-                    weights[place].assign(np.array(view))
-        for place, value in zip(*self._extras):
-            weights[place].assign(value)
+        for variable, value in zip(weights, self._final):
+            variable.assign(np.array(value))
 
     def _totals(self) -> list[tuple[WorkerStatistics, int, int]]:
         """Per worker what it did since the server started, and the bytes that came from it and went to it."""

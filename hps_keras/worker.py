@@ -302,9 +302,8 @@ class Exchange:
             )
         owned = {id(g.optimizer._trainable_variables[i]) for g in self.groups for i in g.variables}
         extras = _moving_variables(self.model, owned)
-        places = {id(v): i for i, v in enumerate(self.model.weights)}
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in extras])
-        body = {"extras": described, "places": [places[id(v)] for v in extras], "stop": stop}
+        body = {"extras": described, "stop": stop}
         into = [g.into for g in self.groups] + [memory]
         text, _ = self.link.gather("pause", body, self.samples, [memory] if memory.nbytes else (), into)
         for group, version in zip(self.groups, text["versions"]):
@@ -347,7 +346,11 @@ class Exchange:
             if self.server_returns:  # nobody will answer a later save
                 half.fetch = partial(_same, half.fetch())
             half.attached = False
-        _, summary, _ = self.link.request(Header(Kind.EXIT))
+        final: tuple[Any, tuple[np.ndarray, ...]] = (None, ())
+        if self.server_returns and self.chief:  # after all callbacks, which may have restored other weights
+            described, memory = wire.bundle([ops.convert_to_numpy(v) for v in self.model.weights])
+            final = described, (memory,)
+        _, summary, _ = self.link.request(Header(Kind.EXIT), *final)
         return summary
 
 
