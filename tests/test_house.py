@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = sorted([*(ROOT / "hps_keras").glob("*.py"), *(ROOT / "callbacks").glob("*.py")])
+MODULES = sorted([*(ROOT / "hps_keras").rglob("*.py"), *(ROOT / "callbacks").glob("*.py")])
 LONGEST = 500
 
 
