@@ -30,6 +30,8 @@ from hps_keras.layout import ParameterLayout
 logger = logging.getLogger("hps_keras")
 
 _COUNT_MODULUS = 1 << 20  # the count shares a float32 with fractions; up to 2^24 it would be exact
+# Keras counts iterations in `apply`; older releases did so in the method that we replace.
+_APPLY_COUNTS = "_iterations" in keras.optimizers.Optimizer.apply.__code__.co_names
 _number = itertools.count()
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _classes: dict[type, type] = {}
@@ -136,6 +138,8 @@ class _Distributed(_Disguised):
         order = sorted(range(len(indices)), key=indices.__getitem__)
         present = tuple(indices[i] for i in order)
         (_stash_on_torch if half.meta is None else _stash)(self, half, [grads[i] for i in order], present)
+        if not _APPLY_COUNTS:
+            self._iterations.assign_add(1)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         half = self.__dict__["_hps"]
