@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
 import signal
 import sys
@@ -48,7 +49,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout < 1e9:
-            raise ConfigurationError(f"timeout={self.timeout!r} (HPS_TIMEOUT): give seconds above 0, e.g. 600")
+            raise ConfigurationError(
+                f"timeout={self.timeout!r} (HPS_TIMEOUT): give seconds above 0 and below 1e9, e.g. 600"
+            )
         if self.polling not in ("sleep", "spin"):
             raise ConfigurationError(f"polling={self.polling!r} (HPS_POLLING): use 'sleep' or 'spin'")
         if self.server_device not in (None, "cpu", "gpu"):
@@ -67,6 +70,8 @@ class Settings:
         readers: dict[str, Callable[[Any], Any]] = {
             "server_ranks": _ranks, "timeout": _seconds, "polling": str, "server_device": str
         }  # fmt: skip
+        if given.keys() - readers.keys():
+            raise TypeError(f"no such settings: {', '.join(sorted(given.keys() - readers.keys()))}")
         values = {}
         for name, read in readers.items():
             raw = given.get(name)
@@ -78,9 +83,11 @@ class Settings:
 
 
 def _ranks(raw: Any) -> tuple[int, ...]:
-    parts = raw.split(",") if isinstance(raw, str) else [raw] if isinstance(raw, int) else raw
+    parts = raw.split(",") if isinstance(raw, str) else list(raw) if isinstance(raw, Iterable) else [raw]
     try:
-        return tuple(int(part) for part in parts)
+        if any(isinstance(part, bool) for part in parts):
+            raise TypeError("True and False are no ranks, though they count as 1 and 0")
+        return tuple(int(part) if isinstance(part, str) else operator.index(part) for part in parts)
     except (TypeError, ValueError):
         raise ConfigurationError(
             f"server_ranks={raw!r} (HPS_SERVER_RANKS): give world ranks separated by commas, e.g. 0 or -1"
