@@ -288,7 +288,13 @@ class Wire:
 
 
 def chunks(array: np.ndarray) -> Iterator[memoryview]:
-    """Cuts a contiguous array into writable views of at most 8 MiB."""
+    """Cuts a contiguous array into views of at most 8 MiB, writable when it is.
+
+    Raises:
+        ValueError: It is not contiguous: what is received into a copy of it would be lost.
+    """
+    if not array.flags.c_contiguous:
+        raise ValueError(f"an array of shape {array.shape} is not contiguous: it cannot cross MPI without a copy")
     raw = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
     for start in range(0, len(raw), CHUNK_BYTES):
         yield raw[start : start + CHUNK_BYTES]
@@ -304,7 +310,8 @@ def bundle(arrays: Sequence[np.ndarray]) -> tuple[list[list[Any]], np.ndarray]:
     memory = aligned_zeros(sum(_padded(a.nbytes) for a in arrays), np.uint8)
     start = 0
     for array in arrays:
-        memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+        memory[start : start + array.nbytes] = native.reshape(-1).view(np.uint8)
         start += _padded(array.nbytes)
     return described, memory
 
@@ -322,6 +329,8 @@ def unbundle(described: Sequence[Sequence[Any]], memory: np.ndarray) -> list[np.
             raise ProtocolError(f"a bundle of {memory.nbytes} bytes is too short for what its description lists")
         arrays.append(memory[start : start + nbytes].view(np.dtype(dtype)).reshape(shape))
         start += _padded(nbytes)
+    if start != memory.nbytes:
+        raise ProtocolError(f"a bundle of {memory.nbytes} bytes is too long for what its description lists")
     return arrays
 
 
