@@ -331,8 +331,7 @@ class Coordinator:
         """Takes payloads in rank order as far as they go, and ends the round when every training worker has pushed."""
         group = self._groups[index]
         decisions: list[Decision] = []
-        members = self._where(State.TRAINING)
-        for rank in sorted({*members, *group.round}):
+        for rank in self._where(State.TRAINING):
             push = group.round.get(rank)
             if push is None:
                 return decisions
@@ -373,7 +372,7 @@ class Coordinator:
         if name in ("weights", "declare"):
             return set(self._where(State.TRAINING))
         inside = set(self.in_fit)
-        if name == "enter" or not inside & set(respondents):
+        if not inside & set(respondents):  # outside fit, or about to enter one
             return {r for r, w in enumerate(self._workers) if w.state is not State.LEFT}
         return inside
 
