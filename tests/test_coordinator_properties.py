@@ -1,0 +1,250 @@
+"""What holds in every job, whatever the order of events: generated jobs, and workers that do anything at any time."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from referee import NEVER, Referee, Refused
+
+from hps_keras.consistency import ASP, BSP, Consistency
+from hps_keras.coordinator import Coordinator, Decision, Fail, Push, Wait
+
+MODELS = [BSP(), ASP()]
+INDEX = st.integers(0, 5)
+WRONG: dict[str, tuple[tuple[str, ...], Callable[[Coordinator, int, float], list[Decision]]]] = {
+    # event: the states in which a worker that waits for nothing may send it, and how
+    "enter": (("outside",), lambda c, w, now: c.gather(w, "enter", 99, None, now)),
+    "weights": (("training",), lambda c, w, now: c.gather(w, "weights", 99, None, now)),
+    "declare": (("training",), lambda c, w, now: c.gather(w, "declare", 99, None, now)),
+    "push": (("training",), lambda c, w, now: c.push(Push(w, 0, 0, 1, 0.1), now)),
+    "pause": (("training",), lambda c, w, now: c.gather(w, "pause", 99, None, now)),
+    "resume": (("paused",), lambda c, w, now: c.gather(w, "resume", 99, None, now)),
+    "logs": (("outside", "training", "paused"), lambda c, w, now: c.gather(w, "logs", 99, None, now)),
+    "exit": (("training", "paused"), lambda c, w, now: c.exit(w, now)),
+    "leave": (("outside",), lambda c, w, now: c.leave(w, now)),
+}
+QUICK = settings(max_examples=120)
+
+
+# -- jobs as scripts write them: each worker follows its own plan, and all must reach the end --
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job does. `steps[fit][epoch][worker]` holds, per step, the samples of each push (None: no push)."""
+
+    model: Consistency
+    workers: int
+    groups: list[int]
+    steps: list[list[list[list[list[int | None]]]]]
+    fits_of: list[int]  # a worker leaves after so many fits
+    stopper: tuple[int, int, int]  # fit, epoch and worker that asks all to stop
+
+
+@st.composite
+def plans(draw: Callable[..., Any]) -> Plan:
+    model = draw(st.sampled_from(MODELS))
+    workers, fits, epochs = draw(st.integers(1, 6)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    groups = [draw(st.integers(1, 3)) for _ in range(fits)]
+    # Only without rounds may a step pass an optimizer over; in rounds such a step pushes 0 samples.
+    samples = st.integers(0, 4) if model.synchronous else st.none() | st.integers(0, 4)
+    steps = [
+        [
+            [
+                draw(st.lists(st.lists(samples, min_size=groups[fit], max_size=groups[fit]), max_size=4))
+                for _ in range(workers)
+            ]
+            for _ in range(epochs)
+        ]
+        for fit in range(fits)
+    ]
+    fits_of = [fits, *(draw(st.integers(1, fits)) for _ in range(workers - 1))]
+    stopper = draw(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, workers - 1)))
+    return Plan(model, workers, groups, steps, fits_of, stopper)
+
+
+def script(plan: Plan, me: int) -> Generator[tuple[Any, ...], Any, None]:
+    """The requests of one worker, in order; it is sent what each of them was answered."""
+    for fit in range(plan.fits_of[me]):
+        for name in ("enter", "weights", "declare"):
+            yield "gather", name, None
+        for epoch, steps in enumerate(plan.steps[fit]):
+            stop = False
+            for step in steps[me]:
+                for group, samples in enumerate(step):
+                    if samples is not None:
+                        answer = yield "push", samples, 0.1 * (me + 1), group
+                        stop = stop or answer.stop
+                if stop:
+                    break
+            stop = stop or (fit, epoch, me) == plan.stopper
+            if stop:
+                yield ("ask_stop",)
+            yield "gather", "pause", stop
+            yield "gather", "logs", None
+            done = yield "gather", "resume", stop
+            if any(done.contributions.values()):
+                break
+        yield ("exit",)
+        if fit == 0:
+            yield "gather", "between", None
+    yield ("leave",)
+
+
+def play(
+    plan: Plan, data: st.DataObject, timeout: float = NEVER, look: Callable[[Referee], None] = lambda referee: None
+) -> Referee:
+    """Runs all workers to their ends; which of those that can act is next, and what time passes, is drawn."""
+    referee = Referee(plan.workers, plan.model, timeout, plan.groups)
+    scripts = [script(plan, rank) for rank in range(plan.workers)]
+    begun: set[int] = set()
+    while referee.idle:
+        idle = referee.idle
+        rank = idle[data.draw(st.integers(0, len(idle) - 1))] if len(idle) > 1 else idle[0]
+        referee.now += data.draw(st.sampled_from([0.0, 1.0, 7.0]))
+        request, *arguments = scripts[rank].send(referee.answers[rank] if rank in begun else None)
+        begun.add(rank)
+        if request == "ask_stop":
+            referee.ask_stop()
+        elif request == "push":
+            referee.push(rank, *arguments)
+        else:
+            getattr(referee, request)(rank, *arguments)
+        look(referee)
+    return referee
+
+
+@QUICK
+@given(plans(), st.data())
+def test_every_job_reaches_its_end_and_counts_every_gradient_once(plan, data):
+    """The referee checks each decision; here, that nobody is left over and that the books agree at the end."""
+    referee = play(plan, data, look=lambda r: data.draw(st.integers(0, 7)) or r.tick())
+    coordinator = referee.coordinator
+    assert coordinator.all_left and not referee.open and not referee.waits
+    for rank in range(plan.workers):
+        statistics = coordinator.statistics(rank)
+        assert statistics.pushes == referee.pushes[rank] and statistics.samples == referee.samples[rank]
+        assert statistics.staleness == referee.staleness[rank]
+    assert {id(p) for p in referee.kept if p.samples} == referee.applied
+    assert all(coordinator.version(i) == group.version for i, group in enumerate(referee.groups))
+
+
+@QUICK
+@given(plans(), st.data())
+def test_only_a_training_worker_that_owes_a_push_can_time_out(plan, data):
+    """After every event an hour passes on a copy: who is paused, outside, held or still compiling is not blamed."""
+
+    def look(referee: Referee) -> None:
+        later = copy.deepcopy(referee.coordinator).tick(referee.now + 3600)
+        blamed = [re.match(r"worker (\d+) fell silent", d.text) for d in later if isinstance(d, Fail) and d.silent]
+        owing = {w for w in referee.idle if referee.where[w] == "training" and referee.steps[w] >= 2}
+        assert {int(b.group(1)) for b in blamed if b} == owing and len(blamed) == len(owing)
+        assert {d.worker for d in later if isinstance(d, Wait)} == set(referee.waits)
+
+    play(plan, data, timeout=600.0, look=look)
+
+
+# -- workers that do anything at any time --
+
+
+class AnythingGoes(RuleBasedStateMachine):
+    """Each worker that waits for nothing may do whatever its state allows, in agreement with the others or not.
+
+    The referee fails the test when all wait and the job has not ended: a contradiction must be said, it never hangs.
+    """
+
+    @initialize(workers=st.integers(1, 4), model=st.sampled_from(MODELS), groups=st.integers(1, 2))
+    def start(self, workers: int, model: Consistency, groups: int) -> None:
+        self.referee = Referee(workers, model, groups=[groups] * 100)
+        self.ended = False
+        self.can_push = False
+
+    def _worker(self, index: int, *where: str) -> int | None:
+        """One of the workers that can act and are in such a state."""
+        able = [w for w in self.referee.idle if self.referee.where[w] in where]
+        return able[index % len(able)] if able else None
+
+    def _do(self, index: int, where: Sequence[str], act: Callable[[int], Any]) -> None:
+        worker = None if self.ended else self._worker(index, *where)
+        if worker is not None:
+            self._try(lambda: act(worker))
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except Refused as refused:
+            # Nobody did what his state forbids, so the only fault can be that all wait for different things.
+            assert self.referee.stuck and "wait for different things" in str(refused)
+            assert all(f"worker {w}" in str(refused) for w in self.referee.waits)
+            self.ended = True
+
+    @rule(index=INDEX)
+    def enter(self, index: int) -> None:
+        self._do(index, ["outside"], lambda w: self.referee.gather(w, "enter"))
+
+    @rule(index=INDEX, name=st.sampled_from(["weights", "declare"]))
+    def begin(self, index: int, name: str) -> None:
+        self._do(index, ["training"], lambda w: self.referee.gather(w, name))
+
+    @rule()
+    def begin_together(self) -> None:
+        if not self.ended and all(w == "outside" for w in self.referee.where) and not self.referee.waits:
+            self._try(self.referee.begin)
+
+    @rule(index=INDEX, samples=st.integers(0, 3), group=st.integers(0, 1))
+    def push(self, index: int, samples: int, group: int) -> None:
+        def act(worker: int) -> None:
+            if group < len(self.referee.versions.get(worker, [])):
+                self.referee.push(worker, samples, group=group)
+
+        self._do(index, ["training"], act)
+
+    @rule(index=INDEX)
+    def pause(self, index: int) -> None:
+        self._do(index, ["training"], lambda w: self.referee.gather(w, "pause"))
+
+    @rule(index=INDEX)
+    def resume(self, index: int) -> None:
+        self._do(index, ["paused"], lambda w: self.referee.gather(w, "resume"))
+
+    @rule(index=INDEX, name=st.sampled_from(["logs", "other"]))
+    def agree(self, index: int, name: str) -> None:
+        self._do(index, ["outside", "training", "paused"], lambda w: self.referee.gather(w, name))
+
+    @rule(index=INDEX)
+    def exit(self, index: int) -> None:
+        self._do(index, ["training", "paused"], self.referee.exit)
+
+    @rule(index=INDEX)
+    def leave(self, index: int) -> None:
+        self._do(index, ["outside"], self.referee.leave)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 30.0, 100.0]))
+    def wait(self, seconds: float) -> None:
+        if not self.ended:
+            self.referee.tick(seconds)
+
+    @rule(worker=INDEX, what=st.sampled_from([*WRONG]))
+    def do_what_is_not_allowed(self, worker: int, what: str) -> None:
+        """On a copy, because a refused event ends the job."""
+        if self.ended:
+            return
+        worker %= len(self.referee.where)
+        allowed, act = WRONG[what]
+        where = self.referee.where[worker]
+        if where in allowed and worker not in self.referee.waits:
+            return
+        decisions = act(copy.deepcopy(self.referee.coordinator), worker, self.referee.now)
+        assert [type(d) for d in decisions] == [Fail] and f"worker {worker} " in decisions[0].text
+        assert where in decisions[0].text
+
+
+TestAnythingGoes = AnythingGoes.TestCase
+TestAnythingGoes.settings = settings(max_examples=150, stateful_step_count=60)
