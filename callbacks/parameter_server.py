@@ -140,11 +140,11 @@ class ParameterServer(keras.callbacks.Callback):
         if initial:
             self.model._initial_epoch = initial
 
-    def _resumed(self) -> None:
+    def _resumed(self, epoch: int) -> None:
         """All `on_epoch_end` have run and may have asked to stop: one decision for all."""
         assert self._exchange
         self._paused = False
-        if self._exchange.resume(bool(self.model.stop_training)):
+        if self._exchange.resume(bool(self.model.stop_training), last=epoch + 1 >= self.params["epochs"]):
             self.model.stop_training = True
 
     def _ended(self) -> None:
@@ -168,7 +168,7 @@ class _Last(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._first._exchange:
-            self._first._resumed()
+            self._first._resumed(epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._first._exchange:

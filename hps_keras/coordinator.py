@@ -11,6 +11,8 @@ Workers pass through five states::
        '------------------- exit --------------------+-----------------------------'
     outside --leave--> left
 
+After the last epoch workers stay paused until they leave `fit`: time-outs apply to training workers alone.
+
 *Gathers* are how workers agree: each contributes under the same name and sequence, and when all who must have done so,
 all are answered at once. Entering `fit`, sharing weights, declaring optimizers, pausing, resuming and every averaged
 number are gathers.
@@ -275,6 +277,12 @@ class Coordinator:
     def ask_stop(self) -> None:
         """From now on every answer asks its worker to end its training; forgotten when the next `fit` begins."""
         self._stop = True
+
+    def finish(self) -> None:
+        """The last epoch is over: no worker owes a push, however long its callbacks take before it leaves `fit`."""
+        for worker in self._workers:
+            if worker.state is State.TRAINING:
+                worker.state = State.PAUSED
 
     def exit(self, worker: int, now: float) -> list[Decision]:
         """A worker's `fit` has returned."""

@@ -350,6 +350,8 @@ class Server:
 
     def _resumed(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
         stop = any(value["stop"] for value in values.values())
+        if stop or any(value["last"] for value in values.values()):
+            self._coordinator.finish()
         self._reply(list(values), {"stop": stop})
 
     def _send_state(self, dest: int, token: str) -> None:

@@ -323,9 +323,9 @@ class Exchange:
         mean = {name: [np.asarray(value).tolist(), weights[name]] for name, value in logs.items()}
         return self.link.agree("logs", mean)["mean"]
 
-    def resume(self, stop: bool) -> bool:
-        """Ends the pause with all others; returns whether one of them wants to stop."""
-        return bool(self.link.gather("resume", {"stop": stop})[0]["stop"])
+    def resume(self, stop: bool, last: bool) -> bool:
+        """Ends the pause after an epoch, perhaps the `last`, with all others; returns whether one wants to stop."""
+        return bool(self.link.gather("resume", {"stop": stop, "last": last})[0]["stop"])
 
     def finalize(self, optimizer: Any) -> None:
         """Takes the averaged parameters (EMA) from the server, where the averages are."""

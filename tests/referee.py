@@ -213,11 +213,16 @@ class Referee:
         if done.name == "enter":
             self.stop = False
         assert done.stop == self.stop
+        ends = any(done.contributions.values())
+        if done.name == "resume" and ends:  # a worker says that this was the last epoch, or that it wants to stop
+            self.coordinator.finish()
         for worker in given:
             del self.waits[worker]
             self.answers[worker] = done
             if done.name in ("enter", "resume"):
                 self.where[worker] = "training"
+            if done.name == "resume" and ends:
+                self.where[worker] = "paused"
             if done.name == "enter":
                 self.versions[worker] = []  # until the optimizers of this fit are declared
         if done.name == "declare":

@@ -450,6 +450,21 @@ def test_no_time_out_while_paused():
     assert len(fails(later(job, 2))) == 2
 
 
+def test_no_time_out_after_the_last_epoch():
+    """What other callbacks do at the end of training, saving and evaluating, takes as long as it takes."""
+    job = training(2, BSP())
+    steps(job, 3)
+    for name in ("pause", "resume"):
+        for worker in (0, 1):
+            job.gather(worker, name, name == "resume")
+    assert not fails(later(job, 1e6))
+    job.exit(1)
+    assert not fails(later(job, 1e6))
+    job.exit(0)
+    job.leave(0)
+    job.leave(1)
+
+
 def test_no_time_out_outside_fit_nor_in_the_first_step_of_another():
     job = training(2, BSP())
     steps(job, 3)

@@ -89,7 +89,7 @@ def script(plan: Plan, me: int) -> Generator[tuple[Any, ...], Any, None]:
                 yield ("ask_stop",)
             yield "gather", "pause", stop
             yield "gather", "logs", None
-            done = yield "gather", "resume", stop
+            done = yield "gather", "resume", stop or epoch + 1 == len(plan.steps[fit])
             if any(done.contributions.values()):
                 break
         yield ("exit",)
@@ -210,9 +210,9 @@ class AnythingGoes(RuleBasedStateMachine):
     def pause(self, index: int) -> None:
         self._do(index, ["training"], lambda w: self.referee.gather(w, "pause"))
 
-    @rule(index=INDEX)
-    def resume(self, index: int) -> None:
-        self._do(index, ["paused"], lambda w: self.referee.gather(w, "resume"))
+    @rule(index=INDEX, last=st.booleans())
+    def resume(self, index: int, last: bool) -> None:
+        self._do(index, ["paused"], lambda w: self.referee.gather(w, "resume", last))
 
     @rule(index=INDEX, name=st.sampled_from(["logs", "other"]))
     def agree(self, index: int, name: str) -> None:
