@@ -10,32 +10,27 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import uuid
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import keras
 import numpy as np
 from keras import ops
 
-from hps_keras import backends, cluster
+from hps_keras import backends, cluster, slots, stash
 from hps_keras.consistency import Consistency, resolve
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.layout import ParameterLayout
 
 logger = logging.getLogger("hps_keras")
 
-_COUNT_MODULUS = 1 << 20  # the count shares a float32 with fractions; up to 2^24 it would be exact
 # Keras counts iterations in `apply`; older releases did so in the method that we replace.
 _APPLY_COUNTS = "_iterations" in keras.optimizers.Optimizer.apply.__code__.co_names
 _number = itertools.count()
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _classes: dict[type, type] = {}
-_AUTOMATIC = re.compile(r"variable(_\d+)?")  # Keras numbers the slots that have no name, ever higher
 _CONTAINERS: Any = tuple(
     getattr(keras.optimizers, name)
     for name in ("LossScaleOptimizer", "MultiOptimizer")  # the second came with Keras 3.15
@@ -55,7 +50,8 @@ class Half:
         meta: Variable of shape (3,): count, learning rate, index into `masks`.
         masks: Sets of tensors that had a gradient in some trace of the step.
         latest: The same as a :class:`backends.Stash`, on torch.
-        state: What the server does not have yet (loaded from a file): values as of :func:`set_aside`; or None.
+        state: What the server does not have yet (loaded from a file): values as of :func:`hps_keras.slots.set_aside`;
+            or None.
         fetch: Asks the server for its slots, returns the variables (indices) that they belong to and the slots; None
             before the first exchange.
         finalize: Asks the server for the averaged parameters (EMA), or None.
@@ -112,7 +108,7 @@ class _Distributed(_Disguised):
             keras.optimizers.Optimizer.build(self, list(variables))
         finally:
             self.use_ema, self.gradient_accumulation_steps = kept
-        _make_stash(self)
+        stash.make(self)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         # Keras constrains the variables at the end of `apply`. Here they have not moved: the server constrains them.
@@ -134,10 +130,7 @@ class _Distributed(_Disguised):
                 "add hps.callbacks.ParameterServer() as the first callback of model.fit(...) on every rank. "
                 "train_on_batch and loops of your own are not supported yet"
             )
-        indices = tuple(self._get_variable_index(v) for v in trainable_variables)
-        order = sorted(range(len(indices)), key=indices.__getitem__)
-        present = tuple(indices[i] for i in order)
-        (_stash_on_torch if half.meta is None else _stash)(self, half, [grads[i] for i in order], present)
+        stash.leave(self, grads, trainable_variables)
         if not _APPLY_COUNTS:
             self._iterations.assign_add(1)
 
@@ -147,12 +140,12 @@ class _Distributed(_Disguised):
             half.finalize()
 
     def save_own_variables(self, store: Any) -> None:
-        for index, value in enumerate(_saved_values(self)):
+        for index, value in enumerate(slots.saved_values(self)):
             store[str(index)] = value
 
     def load_own_variables(self, store: Any) -> None:
         values = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
-        head = own_variables(self)
+        head = slots.own_variables(self)
         if len(values) < len(head):
             logger.warning("optimizer %r: the file holds %d values, too few to load", self.name, len(values))
             return
@@ -174,7 +167,7 @@ class _Container(_Disguised):
         values = [ops.convert_to_numpy(v) for v in self._variables]
         for inner in inside(self):
             wrapped = isinstance(inner, _Distributed)
-            values += _saved_values(inner) if wrapped else map(ops.convert_to_numpy, inner.variables)
+            values += slots.saved_values(inner) if wrapped else map(ops.convert_to_numpy, inner.variables)
         for index, value in enumerate(values):
             store[str(index)] = value
 
@@ -230,14 +223,14 @@ def DistributedOptimizer(optimizer: Any, consistency: Consistency | str | None =
         return optimizer
     half = Half(model)
     if optimizer.built:
-        half.state = [ops.convert_to_numpy(v) for v in set_aside(optimizer)]
-        for variable in set_aside(optimizer):
+        half.state = [ops.convert_to_numpy(v) for v in slots.set_aside(optimizer)]
+        for variable in slots.set_aside(optimizer):
             optimizer._untrack_variable(variable)
     optimizer.__dict__["_hps"] = half
     object.__setattr__(optimizer, "__class__", _subclass(type(optimizer)))
     _alive.add(optimizer)
     if optimizer.built:
-        _make_stash(optimizer)
+        stash.make(optimizer)
     return optimizer
 
 
@@ -251,6 +244,8 @@ def _subclass(base: type) -> type:
         public = api_export.get_name_from_symbol(base)
         module = public.rsplit(".", 1)[0] if public else base.__module__
         made = type(base.__name__, (mixin, base), {"__module__": module, "__doc__": base.__doc__, "_hps_base": base})
+        if public:  # then Keras writes no registered name into a file
+            api_export.REGISTERED_OBJS_TO_NAMES[made] = public
         registered = object_registration.GLOBAL_CUSTOM_NAMES.get(base)
         if registered:
             object_registration.GLOBAL_CUSTOM_NAMES[made] = registered
@@ -258,178 +253,7 @@ def _subclass(base: type) -> type:
     return _classes[base]
 
 
-# -- the stash --
-
-
-def _make_stash(optimizer: Any) -> None:
-    half = optimizer.__dict__["_hps"]
-    for variable in optimizer._trainable_variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise ConfigurationError(
-                f"variable {variable.path!r} is overwritten with its gradient (float8 training), which cannot be "
-                "exchanged: choose another dtype policy"
-            )
-    if half.meta is not None or half.gradients or backends.name() == "torch" or cluster.current().is_server:
-        return
-    # One variable a tensor: a single flat one costs XLA 7 to 15 times the step.
-    half.gradients = [
-        optimizer.add_variable(v.shape, "zeros", "float32", name="hps_gradient") for v in optimizer._trainable_variables
-    ]
-    half.meta = optimizer.add_variable((3,), "zeros", "float32", name="hps_meta")
-
-
-def _mask(half: Half, present: tuple[int, ...]) -> int:
-    if present not in half.masks:
-        half.masks.append(present)
-    return half.masks.index(present)
-
-
-def _stash(optimizer: Any, half: Half, gradients: Sequence[Any], present: tuple[int, ...]) -> None:
-    """Leaves the gradients in variables, as part of the compiled step (TensorFlow, JAX)."""
-    gradients = [ops.cast(ops.convert_to_tensor(g), "float32") for g in gradients]
-    every = optimizer.gradient_accumulation_steps
-    done: Any = 1.0
-    if every:
-        phase = ops.mod(optimizer._iterations, every)
-        last = ops.equal(phase, every - 1)
-        kept = ops.cast(ops.greater(phase, 0), "float32")
-        share = ops.where(last, ops.cast(1 / every, "float32"), ops.cast(1.0, "float32"))
-        gradients = [(half.gradients[i] * kept + g) * share for i, g in zip(present, gradients)]
-        done = ops.cast(last, "float32")
-        for index in set(range(len(half.gradients))) - set(present):
-            half.gradients[index].assign(half.gradients[index] * kept)
-    for index, gradient in zip(present, gradients):
-        half.gradients[index].assign(gradient)
-    count = ops.mod(half.meta[0] + done, float(_COUNT_MODULUS))
-    rate = ops.cast(ops.convert_to_tensor(optimizer.learning_rate), "float32")
-    half.meta.assign(ops.stack([count, rate, ops.cast(_mask(half, present), "float32")]))
-
-
-def _stash_on_torch(optimizer: Any, half: Half, gradients: Sequence[Any], present: tuple[int, ...]) -> None:
-    """Keeps the gradient tensors themselves: on torch every step runs in Python."""
-    every = optimizer.gradient_accumulation_steps
-    count = half.latest.applied
-    if every:
-        phase = int(ops.convert_to_numpy(optimizer._iterations)) % every
-        before = half.gradients if phase else [0.0] * len(optimizer._trainable_variables)
-        current = list(before)
-        for index, gradient in zip(present, gradients):
-            current[index] = before[index] + gradient
-        last = phase == every - 1
-        half.gradients = [g / every for g in current] if last else current
-        count += last
-    else:
-        half.gradients = [None] * len(optimizer._trainable_variables)
-        for index, gradient in zip(present, gradients):
-            half.gradients[index] = gradient
-        count += 1
-    rate = float(ops.convert_to_numpy(optimizer.learning_rate))
-    half.latest = backends.Stash(count % _COUNT_MODULUS, rate, present)
-
-
-def applied_since(before: int, now: int) -> int:
-    """How often an optimizer has been applied between two counts of its stash."""
-    return (now - before) % _COUNT_MODULUS
-
-
-# -- which variables are whose --
-
-
-def own_variables(optimizer: Any) -> list[Any]:
-    """The variables that a saved optimizer begins with: iterations and, when it is no schedule, the learning rate."""
-    rate = optimizer._learning_rate
-    return [optimizer._iterations, *([rate] if any(v is rate for v in optimizer.variables) else [])]
-
-
-def _accumulators(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "_accumulated_gradients", None) or [])
-
-
-def set_aside(optimizer: Any) -> list[Any]:
-    """All variables of a built plain optimizer but its own two: slots, moving averages and accumulators."""
-    own = {id(v) for v in own_variables(optimizer)}
-    return [v for v in optimizer.variables if id(v) not in own]
-
-
-def slots_of(optimizer: Any) -> list[Any]:
-    """Those of :func:`set_aside` that the server keeps: all but the accumulators."""
-    accumulators = {id(v) for v in _accumulators(optimizer)}
-    return [v for v in set_aside(optimizer) if id(v) not in accumulators]
-
-
-def _saved_values(optimizer: Any) -> Iterator[np.ndarray]:
-    """The values that the plain optimizer would save, slots from the server among them."""
-    half = optimizer.__dict__["_hps"]
-    for variable in own_variables(optimizer):
-        yield ops.convert_to_numpy(variable)
-    if not optimizer.built:
-        return
-    if half.state is not None:
-        yield from half.state
-        return
-    plain = _plain_built(optimizer, range(len(optimizer._trainable_variables)))
-    given: dict[int, np.ndarray] = {}
-    if half.fetch is not None:
-        owned, values = half.fetch()
-        slots = _keyed(slots_of(plain))
-        given = {id(slots[key]): value for key, value in zip(_keyed(slots_of(_plain_built(optimizer, owned))), values)}
-    for variable in set_aside(plain):
-        yield given[id(variable)] if id(variable) in given else ops.convert_to_numpy(variable)
-
-
-def state_to_send(optimizer: Any, variables: Sequence[int]) -> list[np.ndarray] | None:
-    """The slots that exist already (from a file) of the variables (indices) that the server will own, or None.
-
-    Raises:
-        ConfigurationError: They are another optimizer's.
-    """
-    state = optimizer.__dict__["_hps"].state
-    if state is None:
-        return None
-    whole = _plain_built(optimizer, range(len(optimizer._trainable_variables)))
-    if len(state) != len(set_aside(whole)):
-        raise ConfigurationError(
-            f"the loaded state of optimizer {optimizer.name!r} has {len(state)} arrays where {len(set_aside(whole))} "
-            "belong: was it saved by another optimizer, or with other trainable layers?"
-        )
-    values = {id(v): value for v, value in zip(set_aside(whole), state)}
-    slots = _keyed(slots_of(whole))
-    return [values[id(slots[key])] for key in _keyed(slots_of(_plain_built(optimizer, variables)))]
-
-
-def _plain_built(optimizer: Any, variables: Sequence[int]) -> Any:
-    """The plain optimizer, new, built on some (indices) of the variables, which the names of its slots tell apart."""
-    plain = type(optimizer)._hps_base.from_config(optimizer.get_config())
-    with _distinct(optimizer._trainable_variables):
-        plain.build([optimizer._trainable_variables[i] for i in variables])
-    return plain
-
-
-@contextmanager
-def _distinct(variables: Sequence[Any]) -> Iterator[None]:
-    """Gives each variable a name of its own for a while: Keras names slots after them, and some may share a name."""
-    kept = [(v._name, v._path) for v in variables]
-    paths = Counter(path for _, path in kept)
-    try:
-        for index, (variable, (name, path)) in enumerate(zip(variables, kept)):
-            variable._name = f"{name}_hps{index}"
-            if paths[path] > 1:  # the others keep theirs, as some optimizers (Muon) choose by it
-                variable._path = f"{path}_hps{index}"
-        yield
-    finally:
-        for variable, (name, path) in zip(variables, kept):
-            variable._name, variable._path = name, path
-
-
-def _keyed(slots: Sequence[Any]) -> dict[Any, Any]:
-    """Slots by name and, as some optimizers name all slots of a variable alike, by number among the equal names."""
-    seen: Counter[str] = Counter()
-    keyed = {}
-    for slot in slots:
-        name = "" if _AUTOMATIC.fullmatch(slot.name) else slot.name
-        keyed[name, seen[name]] = slot
-        seen[name] += 1
-    return keyed
+# -- the wrapped optimizers of a model, of a process --
 
 
 def inside(optimizer: Any) -> list[Any]:
@@ -495,7 +319,7 @@ def describe(optimizer: Any, indices: Sequence[int], steps: int) -> dict[str, An
 
 def assigned_rate(optimizer: Any) -> float | None:
     """The learning rate, None when a schedule or a function gives it."""
-    variable = own_variables(optimizer)[1:]
+    variable = slots.own_variables(optimizer)[1:]
     return float(ops.convert_to_numpy(variable[0])) if variable else None
 
 

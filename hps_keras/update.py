@@ -19,7 +19,8 @@ from keras import ops
 from hps_keras import backends
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout, aligned_zeros
-from hps_keras.optimizer import known_classes, slots_of
+from hps_keras.optimizer import known_classes
+from hps_keras.slots import slots_of
 
 # Each element is updated from its own gradient and slots alone, so that tensors can lie end to end in one variable.
 _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion")
@@ -141,7 +142,7 @@ class ServerOptimizer:
             if index is not None:
                 tensor = self.layout.tensors[index]
                 value = value[tensor.offset : tensor.offset + tensor.size].reshape(tensor.shape)
-            arrays.append(np.ascontiguousarray(value))
+            arrays.append(np.array(value))  # ascontiguousarray would make a vector of a scalar
         return arrays
 
     def write_state(self, iterations: int, slots: Sequence[np.ndarray] | None) -> None:
