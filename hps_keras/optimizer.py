@@ -95,6 +95,7 @@ class _Distributed(_Disguised):
 
     use_ema: bool
     gradient_accumulation_steps: int | None
+    _iterations: Any
     _trainable_variables: list[Any]
     _get_variable_index: Callable[[Any], int]
 

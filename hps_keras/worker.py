@@ -25,6 +25,8 @@ from hps_keras.cluster import Cluster
 from hps_keras.consistency import parse
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
+from hps_keras.slots import state_to_send
+from hps_keras.stash import applied_since
 from hps_keras.wire import Flag, Header, Kind
 
 logger = logging.getLogger("hps_keras")
@@ -153,7 +155,7 @@ class Exchange:
         self._started = False
         wrapping.disguise_containers(model)
         self._counts = {id(o): _count(o) for o in wrapping.wrapped_in(model)}
-        self._steps = {id(o): int(ops.convert_to_numpy(o._iterations)) for o in wrapping.wrapped_in(model)}
+        self._steps: dict[int, int] = {}
         self._idle: list[Any] = []  # wrapped optimizers that the server has not been told about
         for wrapped in wrapping.wrapped_in(model):
             half = wrapped.__dict__["_hps"]
@@ -166,6 +168,8 @@ class Exchange:
         """Joins the others; returns the epoch with which the chief begins."""
         body, _ = self.link.gather("enter", {"epochs": epochs, "initial_epoch": initial_epoch})
         self.chief, self.server_returns = body["chief"] == self.rank, body["returns"]
+        # Only now: a callback may have loaded a checkpoint when training began.
+        self._steps = {id(o): int(ops.convert_to_numpy(o._iterations)) for o in wrapping.wrapped_in(self.model)}
         for wrapped in wrapping.wrapped_in(self.model):
             half = wrapped.__dict__["_hps"]
             if not self.chief:
@@ -197,10 +201,10 @@ class Exchange:
         owned = _ownership(optimizers, present)
         self.groups = [_Group(i, o, owned[i], self._counts.get(id(o), 0)) for i, o in enumerate(optimizers)]
         places = {id(v): i for i, v in enumerate(self.model.weights)}
-        bodies, payload, slots = [], [], []
+        bodies, payload, states = [], [], []
         for group in self.groups:
             o, half = group.optimizer, group.optimizer.__dict__["_hps"]
-            state = wrapping.state_to_send(o, group.variables) if self.chief else None
+            state = state_to_send(o, group.variables) if self.chief else None
             described, memory = wire.bundle(state or [])
             bodies.append(
                 wrapping.describe(o, group.variables, self._steps[id(o)])
@@ -215,10 +219,10 @@ class Exchange:
                 for view, i in zip(group.out_views, group.variables):
                     view[...] = ops.convert_to_numpy(o._trainable_variables[i])
                 payload.append(group.out)
-                slots.append(memory)
+                states.append(memory)
             half.state = None
         value = {"groups": bodies, "living": wrapping.living_tokens()}
-        text, _ = self.link.gather("declare", value, payload=[*payload, *slots])
+        text, _ = self.link.gather("declare", value, payload=[*payload, *states])
         for group, version, token in zip(self.groups, text["versions"], text["tokens"]):
             group.version = version
             group.optimizer.__dict__["_hps"].fetch = partial(self._fetch, token, group.variables)
@@ -256,7 +260,7 @@ class Exchange:
 
     def _exchange(self, group: _Group, step: backends.Step) -> None:
         stash = step.stash(group.optimizer)
-        applied = wrapping.applied_since(group.count, stash.applied)
+        applied = applied_since(group.count, stash.applied)
         group.count = stash.applied
         accumulates = bool(group.optimizer.gradient_accumulation_steps)
         group.samples += step.samples
