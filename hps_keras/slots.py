@@ -1,7 +1,7 @@
 """The slots of a wrapped optimizer: momentum, moments, moving averages.
 
-They live on the server alone. A file that is saved holds them where the plain optimizer has them; what was loaded from a
-file goes to the server when the next `fit` begins.
+They live on the server alone. A file that is saved holds them where the plain optimizer has them; what was loaded from
+a file goes to the server when the next `fit` begins.
 """
 
 from __future__ import annotations
