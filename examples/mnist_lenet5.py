@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--epochs", type=int, default=3, help="passes over the training images (3)")
     add("--batch-size", type=int, default=64, help="images in a step of one worker (64)")
-    add("--lr", type=float, default=0.1, help="learning rate (0.1); with asp it is divided by the number of workers")
+    add("--lr", type=float, default=0.05, help="learning rate (0.05); with asp it is divided by the number of workers")
     add("--momentum", type=float, default=0.9, help="momentum of SGD (0.9)")
     add("--consistency", default=os.environ.get("HPS_CONSISTENCY", "bsp"), help="bsp or asp (HPS_CONSISTENCY, or bsp)")
     add("--speeds", type=speeds, metavar="1,1,0.5", help="emulate workers of these speeds, each over 0 and at most 1")
