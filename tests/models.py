@@ -112,6 +112,7 @@ class Run:
 
     Attributes:
         model, optimizer: This rank's after `fit`.
+        history: What the last `fit` returned.
         plain, plain_optimizer: Plain Keras's after the same batches, None on other ranks.
         initial: The weights before training.
     """
@@ -145,7 +146,7 @@ class Run:
         self.initial = [np.array(w) for w in numbers(self.model.weights)]
         self.rates: list[float] = []
         for _ in range(fits):
-            self._fit(self.model, mine, shares[me], epochs, [serving()], self.rates)
+            self.history = self._fit(self.model, mine, shares[me], epochs, [serving()], self.rates)
 
         self.plain = self.plain_optimizer = None
         if hps.is_worker() and me == 0:
@@ -169,12 +170,13 @@ class Run:
         epochs: int,
         callbacks: list[Any],
         noted: list[float],
-    ) -> None:
+    ) -> Any:
         rates = Rates()
         if self._noted:
             callbacks = [*callbacks, rates]
-        model.fit(**arguments, batch_size=batch, shuffle=False, epochs=epochs, verbose=0, callbacks=callbacks)
+        history = model.fit(**arguments, batch_size=batch, shuffle=False, epochs=epochs, verbose=0, callbacks=callbacks)
         noted += rates.values
+        return history
 
     def result(self) -> dict[str, Any]:
         """What the tests compare, fit for JSON."""
