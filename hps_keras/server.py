@@ -20,19 +20,8 @@ from hps_keras import wire
 from hps_keras.cluster import Cluster
 from hps_keras.consensus import consensus
 from hps_keras.consistency import BSP, parse
-from hps_keras.coordinator import (
-    Answer,
-    Complete,
-    Coordinator,
-    Decision,
-    Fail,
-    Log,
-    Push,
-    Take,
-    Update,
-    Wait,
-    WorkerStatistics,
-)
+from hps_keras.coordinator import Coordinator, WorkerStatistics
+from hps_keras.decisions import Answer, Complete, Decision, Fail, Log, Push, Take, Update, Wait
 from hps_keras.errors import ConfigurationError, ExchangeTimeout, ProtocolError
 from hps_keras.layout import ParameterLayout, aligned_zeros, shapes_difference
 from hps_keras.telemetry import row
@@ -312,7 +301,7 @@ class Server:
                     f"worker {rank} has {len(theirs)} distributed optimizers, worker {chief} {len(mine)}"
                 )
             for a, b in zip(mine, theirs):
-                different = shapes_difference(a["layout"], b["layout"]) or _untrained(a, b)
+                different = _untrained(a, b) or shapes_difference(a["layout"], b["layout"])
                 if different:
                     raise ConfigurationError(
                         f"workers {chief} ('here') and {rank} ('there') train different variables: {different}; is a "
