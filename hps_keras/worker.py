@@ -270,9 +270,13 @@ class Exchange:
                 "gradient could be exchanged. Apply it once a step (a critic that trains several times: one step for "
                 "each)"
             )
-        if not applied and (accumulates or not self.synchronous):
+        samples = group.samples if applied else 0
+        if applied or not accumulates:  # a step that applied nothing (an inf gradient) has no part in the next push
+            group.samples = 0
+        # A round waits for everybody's push. Accumulating workers of one optimizer are in phase, those of several need
+        # not be.
+        if not applied and (not self.synchronous or (accumulates and len(self.groups) == 1)):
             return
-        samples, group.samples = group.samples if applied else 0, 0
         body = None
         payload: tuple[np.ndarray, ...] = ()
         if samples:

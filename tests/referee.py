@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from hps_keras.consistency import Consistency
-from hps_keras.coordinator import Answer, Complete, Coordinator, Decision, Fail, Log, Push, Take, Update, Wait
+from hps_keras.coordinator import Coordinator
+from hps_keras.decisions import Answer, Complete, Decision, Fail, Log, Push, Take, Update, Wait
 
 NEVER = 1e8  # a time-out that no test reaches
 

@@ -7,7 +7,8 @@ import pytest
 from referee import Referee, Refused
 
 from hps_keras.consistency import ASP, BSP
-from hps_keras.coordinator import Answer, Complete, Coordinator, Fail, Log, Push, State, Take, Update, Wait
+from hps_keras.coordinator import Coordinator, State
+from hps_keras.decisions import Answer, Complete, Fail, Log, Push, Take, Update, Wait
 
 
 def kinds(decisions):

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from referee import NEVER, Referee, Refused
 
 from hps_keras.consistency import ASP, BSP, Consistency
-from hps_keras.coordinator import Coordinator, Decision, Fail, Push, Wait
+from hps_keras.coordinator import Coordinator
+from hps_keras.decisions import Decision, Fail, Push, Wait
 
 MODELS = [BSP(), ASP()]
 INDEX = st.integers(0, 5)
