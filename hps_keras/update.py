@@ -223,6 +223,8 @@ def _variable(value: np.ndarray, dtype: str, path: str) -> Any:
 def _can_be_flat(optimizer: Any, description: dict[str, Any], layout: ParameterLayout) -> bool:
     elementwise = any(type(optimizer) is getattr(keras.optimizers, n, None) for n in _ELEMENTWISE)
     plain = optimizer.clipnorm is None and not any(description["constraints"]) and all(description["decay"])
+    # The averages go on even where a tensor has no gradient, all else there stands still.
+    plain = plain and not optimizer.use_ema
     return elementwise and plain and all(t.dtype == "float32" for t in layout.tensors)
 
 
