@@ -15,9 +15,10 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # or TensorFlow greets the user once for each rank
 
@@ -66,9 +67,23 @@ class Images:
 
     def shard(self, shares: Sequence[float], index: int) -> Images:
         """Cuts the images into pieces in proportion to `shares` and returns one of them."""
-        ends = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * len(self.y)).astype(int)
+        ends = np.cumsum([0, *split(len(self.y), shares)])
         piece = slice(ends[index], ends[index + 1])
         return Images(self.x[piece], self.y[piece])
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields batches of exactly `size` images, pass after pass, shuffled anew for each."""
+        while True:
+            order = np.random.permutation(max(len(self.y), size)) % len(self.y)
+            for start in range(0, len(order) - size + 1, size):
+                chosen = order[start : start + size]
+                yield self.x[chosen], self.y[chosen]
+
+
+def split(total: int, shares: Sequence[float]) -> list[int]:
+    """Splits a whole number into whole numbers in proportion to `shares`."""
+    ends = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * total).astype(int)
+    return [int(n) for n in np.diff(ends)]
 
 
 def load(args: argparse.Namespace) -> tuple[Images, Images]:
@@ -160,7 +175,7 @@ class Stopwatch(keras.callbacks.Callback):
 class Result:
     """What came of a training. Samples a second count all workers, and the waiting at the ends of epochs."""
 
-    summary: object
+    summary: Any
     samples_per_second: float
     seconds: float
     accuracy: float
@@ -173,7 +188,7 @@ def train(
     consistency: str,
     shares: Sequence[float],
     worker_speeds: Sequence[float] | None,
-    step_seconds: float | None = None,
+    steps: Sequence[int] | None = None,
 ) -> Result:
     """Trains a new LeNet-5 with all workers.
 
@@ -184,7 +199,7 @@ def train(
         consistency: `"bsp"` or `"asp"`.
         shares: How large each worker's shard is, relative to the others'.
         worker_speeds: Speeds to emulate, or None.
-        step_seconds: Emulated time of a step at speed 1; None stretches the real one.
+        steps: Each worker's steps in an epoch, on a device that is emulated as a whole; None: a pass over its shard.
     """
     mine = training.shard(shares, hps.rank())
     keras.utils.set_random_seed(args.seed + hps.rank())  # all start from the chief's weights, but shuffle differently
@@ -200,13 +215,21 @@ def train(
     watch = Stopwatch()
     callbacks: list[keras.callbacks.Callback] = [ps, watch]
     if worker_speeds is not None:
-        callbacks.append(EmulatedSpeed(ps, worker_speeds[hps.rank()], step_seconds))
+        callbacks.append(EmulatedSpeed(ps, worker_speeds[hps.rank()], None if steps is None else DEMO_STEP))
     # A progress bar needs a terminal, and behind mpiexec there is none.
     verbose = (1 if sys.stdout.isatty() else 2) if is_chief() else 0
-    model.fit(mine.x, mine.y, batch_size=args.batch_size, epochs=args.epochs, verbose=verbose, callbacks=callbacks)
+    options = {"epochs": args.epochs, "verbose": verbose, "callbacks": callbacks}
+    if steps is None:
+        samples = len(training.y)
+        model.fit(mine.x, mine.y, batch_size=args.batch_size, **options)
+    else:
+        # Of arrays, Keras makes a new pipeline in each epoch, and TensorFlow's starts with a stall of a second or more
+        # at times, which would be counted as waiting. An endless generator has no such pauses.
+        samples = sum(steps) * args.batch_size
+        model.fit(mine.batches(args.batch_size), steps_per_epoch=steps[hps.rank()], shuffle=False, **options)
     # Only workers get here: in `fit` the parameter server has served until the job ended.
     _, accuracy = model.evaluate(test.x, test.y, batch_size=500, verbose=0)
-    return Result(ps.summary, len(training.y) / watch.epoch_seconds, watch.times[-1] - watch.times[0], accuracy)
+    return Result(ps.summary, samples / watch.epoch_seconds, watch.times[-1] - watch.times[0], accuracy)
 
 
 def is_chief() -> bool:
@@ -242,6 +265,11 @@ def demo(args: argparse.Namespace, training: Images, test: Images) -> None:
     emulated = args.speeds or [1.0] * (workers - 1) + [0.5]
     if workers < 2 or len(emulated) != workers:
         sys.exit(f"--demo compares {len(emulated)} workers, two or more, and there are {workers}; start it with -np 4")
+    rounds = len(training.y) // (workers * args.batch_size)
+    if rounds < workers:
+        sys.exit(
+            f"--demo needs at least {workers * workers} batches of {args.batch_size} images: give more, or smaller ones"
+        )
     listed = ", ".join(f"{speed:g}" for speed in emulated)
     times = ", ".join(f"{1000 * DEMO_STEP / speed:.0f}" for speed in emulated)
     say(
@@ -250,26 +278,26 @@ def demo(args: argparse.Namespace, training: Images, test: Images) -> None:
         "",
         "1. BSP: a round takes one batch of every worker, so all wait for the slowest.",
     )
-    bsp = train(args, training, test, "bsp", [1] * workers, emulated, DEMO_STEP)
+    bsp = train(args, training, test, "bsp", [1] * workers, emulated, [rounds] * workers)
     say("", str(bsp.summary), "", "2. ASP: each gradient is applied when it comes, so nobody waits for another's step.")
     # In proportion to the speeds, so that all end their epochs at about the same time.
-    asp = train(args, training, test, "asp", emulated, emulated, DEMO_STEP)
-    say("", str(asp.summary), "", compared(args, training, test, emulated, bsp, asp))
+    steps = split(workers * rounds, emulated)
+    asp = train(args, training, test, "asp", emulated, emulated, steps)
+    say("", str(asp.summary), "", compared(args, test, emulated, steps, bsp, asp))
 
 
 def compared(
-    args: argparse.Namespace, training: Images, test: Images, emulated: Sequence[float], bsp: Result, asp: Result
+    args: argparse.Namespace, test: Images, emulated: Sequence[float], steps: Sequence[int], bsp: Result, asp: Result
 ) -> str:
     """Says in plain words what asynchrony won and what it cost."""
     workers = len(emulated)
     ratio = asp.samples_per_second / bsp.samples_per_second
     bound = sum(emulated) / (workers * min(emulated))
-    steps = sum(w["steps"] for w in asp.summary.workers)
-    staleness = sum(w["steps"] * w["mean_staleness"] for w in asp.summary.workers) / steps
+    staleness = sum(w["steps"] * w["mean_staleness"] for w in asp.summary.workers) / (args.epochs * sum(steps))
     # Twice the standard error of the difference of two accuracies, in points.
     noise = 200 * np.sqrt(sum(r.accuracy * (1 - r.accuracy) for r in (bsp, asp)) / len(test.y))
     gap = 100 * (asp.accuracy - bsp.accuracy)
-    shards = ", ".join(f"{len(training.shard(emulated, rank).y):,}" for rank in range(workers))
+    shards = ", ".join(f"{n * args.batch_size:,}" for n in steps)
     table = [
         f"{'':32}{'BSP':>10}{'ASP':>10}",
         f"{'samples/s, all waiting included':32}{bsp.samples_per_second:10.0f}{asp.samples_per_second:10.0f}",
@@ -288,7 +316,7 @@ def compared(
         f"in proportion to the speeds ({shards} images). With equal shards, as BSP had, the fast workers would be done "
         "early and wait there for the slow one: each epoch would take as long as with BSP.",
     ]
-    head = f"After {args.epochs * len(training.y):,} samples each, on EMULATED device times:"
+    head = f"After {args.epochs * sum(steps) * args.batch_size:,} samples each, on EMULATED device times:"
     return "\n".join([head, "", *table, *(f"\n{textwrap.fill(text, 100)}" for text in words)])
 
 

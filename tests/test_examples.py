@@ -83,10 +83,20 @@ def test_shards_are_disjoint_complete_and_in_proportion(example, shares):
 
 
 def test_missing_mnist_is_said_with_the_way_out(tmp_path):
-    nowhere = "http://127.0.0.1:9"
+    nowhere = "http://localhost:9"
     done = start(SCRIPT, "--full", KERAS_HOME=str(tmp_path), https_proxy=nowhere, HTTPS_PROXY=nowhere)
     assert done.returncode == 1
     assert "--data FILE" in done.stdout and "Traceback" not in done.stdout
+
+
+def test_batches_are_full_and_use_every_image_in_a_pass(example):
+    images = example.Images(np.arange(12), np.arange(12))
+    batches = images.batches(4)
+    for _ in range(2):
+        x, y = zip(*(next(batches) for _ in range(3)), strict=True)
+        assert np.array_equal(x, y) and sorted(np.concatenate(y)) == list(range(12))
+    x, _ = next(example.Images(np.arange(3), np.arange(3)).batches(8))
+    assert len(x) == 8 and set(x) == {0, 1, 2}
 
 
 # -- the network and the arguments --
@@ -128,9 +138,9 @@ def test_plain_mpiexec_trains_with_a_parameter_server(few):
 def test_demo_compares_bsp_and_asp_under_hpsrun(few):
     done = start("-m", "hps_keras.launch", "-np", 3, SCRIPT, "--demo", "--data", few, "--epochs", 2)
     assert done.returncode == 0, done.stdout
-    assert "BSP, 2 workers, 10 updates" in done.stdout  # 300 images each: 5 rounds in each of 2 epochs
-    assert "ASP, 2 workers, 22 updates" in done.stdout  # 400 and 200 images: 7 + 4 pushes
+    assert "BSP, 2 workers, 8 updates" in done.stdout  # 600 images are 4 rounds of 2 x 64, in each of 2 epochs
+    assert "ASP, 2 workers, 16 updates" in done.stdout
     assert done.stdout.count("EMULATED") == 2
-    assert "After 1,200 samples each" in done.stdout
+    assert "After 1,024 samples each" in done.stdout
     assert re.search(r"Won: \d\.\d\d times the samples per second\..* 1\.50 +times\s+BSP", done.stdout, re.DOTALL)
-    assert "(400, 200 images)" in " ".join(done.stdout.split())
+    assert "(320, 192 images)" in " ".join(done.stdout.split())
