@@ -189,6 +189,11 @@ def _place_around(first: ParameterServer) -> None:
             others = [c for c in owner.callbacks if c is not first and not isinstance(c, _Last)]
             if any(isinstance(c, ParameterServer) for c in others):
                 raise ConfigurationError("callbacks hold hps.callbacks.ParameterServer twice: list it once, first")
+            if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in others):
+                raise ConfigurationError(
+                    "keras.callbacks.SwapEMAWeights needs the moving averages in this process, but they are on the "
+                    "parameter server: leave it out; with use_ema=True the weights become the averages when fit ends"
+                )
             last = _Last(first)
             last.set_model(first.model)
             owner.callbacks = [first, *others, last]
