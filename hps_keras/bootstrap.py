@@ -1,4 +1,4 @@
-"""One rank of a job that hpsrun started: `python -m hps_keras.bootstrap script.py args`.
+"""One rank of a job that hpsrun started: `python .../hps_keras/bootstrap.py script.py args`.
 
 Runs the script, or `-m module`, as Python itself would, with one difference: a rank that fails takes the job with it.
 Without that, a rank that leaves early, say for an import that fails on its machine alone, lets the others wait for it
@@ -33,6 +33,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     if not arguments:
         sys.exit("hps_keras.bootstrap: give a script, or -m and a module; hpsrun does that for you")
+    if not getattr(sys.flags, "safe_path", False):
+        # Python has put the folder of this file first. There belongs the script's, or with -m the present one.
+        sys.path[0] = os.getcwd() if arguments[0] == "-m" else os.path.realpath(os.path.dirname(arguments[0]))
     # The launcher mixes what the ranks print as it comes. In whole lines it stays legible, also with PYTHONUNBUFFERED.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)

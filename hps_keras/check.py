@@ -24,7 +24,7 @@ from typing import Any
 
 from hps_keras.errors import HpsError
 from hps_keras.launch import Job, choose_launcher, make_command
-from hps_keras.mpi import Implementation, find_library, installed_wheels
+from hps_keras.mpi import NOT_HERE, Implementation, find_library, installed_wheels
 from hps_keras.trial import MARK, MESSAGE_BYTES
 
 REQUIRED = {"keras": (3, 8), "mpi4py": (4, 1), "numpy": (1, 26), "psutil": (5, 9)}
@@ -137,7 +137,7 @@ def _backends(timeout: float) -> Iterator[Finding]:
     chosen, reason = chosen_backend()
     for name in present:
         role = f", chosen by {reason}" if name == chosen else ""
-        command = [sys.executable, "-c", f"import {name}; print('{MARK}' + {name}.__version__)"]
+        command = [sys.executable, "-c", f"{NOT_HERE}import {name}; print('{MARK}' + {name}.__version__)"]
         environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
         try:
             answer = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
@@ -197,7 +197,7 @@ def _shared_memory(ranks: int) -> Iterator[Finding]:
 
 def _trial(options: argparse.Namespace, library: Implementation, launcher: Implementation) -> Iterator[Finding]:
     """Start the ranks really, and yield what they report."""
-    program = (sys.executable, "-m", "hps_keras.trial")
+    program = (sys.executable, str(Path(__file__).with_name("trial.py")))
     job = Job(options.np, program, {}, hosts=options.hosts, extra=tuple(options.mpi_args.split()))
     command, environ = make_command(job, launcher, os.environ)
     code, output = _run(command, environ, options.timeout)
@@ -235,7 +235,7 @@ def _run(command: list[str], environ: dict[str, str], timeout: float) -> tuple[i
     hpsrun itself runs it in a process of its own, since that leaves nothing behind.
     """
     supervisor = (
-        "import json, os, sys; from hps_keras.supervise import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
+        NOT_HERE + "import os; from hps_keras.supervise import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
     )
     with tempfile.TemporaryFile("w+") as file:
         process = subprocess.Popen(

@@ -228,7 +228,9 @@ def resolve_program(words: Sequence[str]) -> list[str]:
         ConfigurationError: If it does not exist or cannot be run.
     """
     first, rest = words[0], list(words[1:])
-    rank = [sys.executable, "-m", "hps_keras.bootstrap"]
+    # As a file, not with -m: that would look for every module in the present folder first, such as for this package in
+    # a clone of its repository, where the callbacks are elsewhere.
+    rank = [sys.executable, str(Path(__file__).with_name("bootstrap.py"))]
     if first == "-m":
         if not rest:
             raise ConfigurationError("argument -m: the name of a module is missing behind it")

@@ -33,9 +33,14 @@ _PROGRAMS = {
     "openmpi": ("mpiexec", "mpirun", "mpiexec.openmpi", "mpirun.openmpi", "mpirun-openmpi"),
 }
 
+NOT_HERE = "import sys; sys.path[:1] == [''] and sys.path.pop(0)\n"
+"""Begins a program for `python -c`, which would look for modules in the present folder first."""
+
 # Importing mpi4py.MPI without initialising leaves no trace in the process manager; asking in a process of its own also
 # keeps a library that aborts on loading from taking hpsrun with it.
-_PROBE = """
+_PROBE = (
+    NOT_HERE
+    + """
 import json, re, sys
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -50,6 +55,7 @@ except OSError:
     pass
 print("HPS-PROBE " + json.dumps({"text": MPI.Get_library_version(), "path": path, "mpi4py": mpi4py.__version__}))
 """
+)
 
 
 def expected_world_size(environ: Mapping[str, str]) -> tuple[int, str | None]:

@@ -351,6 +351,24 @@ def test_lines_of_the_ranks_stay_whole(script, unbuffered):
 
 
 @pytest.mark.mpi
+def test_modules_in_the_present_folder_do_not_stand_in_for_others(script, tmp_path):
+    """A clone of this repository has a folder of the package's name, without the callbacks."""
+    path = script(RANKS + "import mine; say('has', mine.NUMBER, 'and imports', __import__('hps_keras').__name__)")
+    script("NUMBER = 5", "mine.py")  # beside the script, where Python looks first
+    folder = tmp_path / "elsewhere"
+    for name in ("hps_keras", "mpi4py", "signal", "mine"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")
+    command = [sys.executable, launch.__file__, "-np", "2", path]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("has 5 and imports hps_keras") == 2
+    checked = subprocess.run([*command[:2], "check"], cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+    assert "the wrong one" not in checked.stdout + checked.stderr
+    assert "a message went around 2 ranks" in checked.stdout
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("way", ["module", "program", "python"])
 def test_modules_and_programs(way, script, tmp_path):
     path = script(f"#!{sys.executable}\n" + RANKS + "say('rank', c.rank, 'of', c.size, sys.argv[1:])", "prog_x.py")
