@@ -216,8 +216,7 @@ def train(
     callbacks: list[keras.callbacks.Callback] = [ps, watch]
     if worker_speeds is not None:
         callbacks.append(EmulatedSpeed(ps, worker_speeds[hps.rank()], None if steps is None else DEMO_STEP))
-    # A progress bar needs a terminal, and behind mpiexec there is none.
-    verbose = (1 if sys.stdout.isatty() else 2) if is_chief() else 0
+    verbose = 2 if is_chief() else 0  # a line an epoch: a progress bar needs a terminal, which not every launcher gives
     options = {"epochs": args.epochs, "verbose": verbose, "callbacks": callbacks}
     if steps is None:
         samples = len(training.y)
