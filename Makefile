@@ -62,7 +62,7 @@ FORCE:
 venv: $(BASE) $(BASE)-dev  ## make the environment for everything below
 
 demo: $(BASE)  ## LeNet-5 on MNIST: one parameter server and three workers of unequal speed
-	$(BIN)/hpsrun -np $(NP) examples/mnist_lenet5.py --demo $(ARGS)
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/hpsrun -np $(NP) examples/mnist_lenet5.py --demo $(ARGS)
 
 test: venv  ## the whole suite on TensorFlow, real MPI runs included
 	$(BIN)/python -m pytest $(ARGS)
