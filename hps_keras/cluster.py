@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from typing import Any, Literal, NoReturn
 
 from hps_keras import backends
@@ -154,6 +155,7 @@ class Cluster:
 _cluster: Cluster | None = None
 _me = "this process"  # how this process calls itself when it fails
 _restore: list[Callable[[], Any]] = []  # undoes what init() changed in the interpreter
+_process = os.getpid()
 _exit = os._exit
 
 
@@ -186,11 +188,18 @@ def init(
 
     Raises:
         ConfigurationError: A setting cannot work.
-        LaunchError: The world is smaller than the launcher promised, or MPI cannot be loaded.
+        LaunchError: The world is smaller than the launcher promised, MPI cannot be loaded, or this process is a child
+            that multiprocessing started.
     """
-    global _cluster
+    global _cluster, _process
     if _cluster is not None:
         return
+    if parent_process() is not None:
+        raise LaunchError(
+            "hps.init() runs in a process that multiprocessing has started, which is no rank of the job: it imports "
+            "the script anew, so put what only the rank itself should do under if __name__ == '__main__':"
+        )
+    _process = os.getpid()
     MPI = _load_mpi()
     _check_launch(MPI.COMM_WORLD.size, MPI)
     if comm is None:
@@ -259,8 +268,16 @@ def shutdown() -> None:
         server.see_off(cluster)
     else:
         _leave(cluster)
+    _undo()
+
+
+def _undo() -> None:
     while _restore:
         _restore.pop()()
+
+
+# A process that multiprocessing forks, to load data, is no rank: its end must not end the job.
+os.register_at_fork(after_in_child=_undo)
 
 
 def _leave(cluster: Cluster) -> None:
@@ -273,6 +290,8 @@ def _leave(cluster: Cluster) -> None:
 
 
 def _at_exit() -> None:
+    if os.getpid() != _process:
+        return
     # Python prints what an exit hook raises and leaves with the code that it had, 0 mostly.
     try:
         shutdown()
@@ -418,14 +437,15 @@ def _end_together(me: str) -> None:
         abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def terminate(number: int, frame: Any) -> None:
+        if os.getpid() != _process:  # a child, so early that it still has this handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         _cry(f"{_me} received {signal.Signals(number).name}; ending the job")
         abort(128 + number)
 
-    process = os.getpid()
-
     def leave_at_once(status: int) -> NoReturn:
         # MPICH's launcher kills the other ranks then, and returns the status: 0 would make it a success.
-        if os.getpid() == process and _cluster is not None and _cluster.busy:
+        if os.getpid() == _process and _cluster is not None and _cluster.busy:
             _cry(f"{_me} calls os._exit in the middle of {_cluster.busy}; ending the job")
             abort(status or 1)
         _exit(status)

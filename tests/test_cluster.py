@@ -60,6 +60,7 @@ def with_variable(name, value, function, **arguments):
 
 
 def roles():
+    hps.shutdown()
     seen = {
         "default": joined(),
         "first": joined(server_ranks=0),
@@ -112,10 +113,51 @@ def life():
     return seen
 
 
+def children():
+    """Processes that a script starts to load data, which may end in every way; `fit` runs meanwhile."""
+    import multiprocessing
+    import signal
+    import time
+
+    from hps_keras import cluster
+
+    hps.init()
+    cluster.current().busy = "fit"
+    context = multiprocessing.get_context("fork")
+    started = context.Event()
+
+    def wait():
+        started.set()
+        time.sleep(600)
+
+    ways = {
+        "terminated": (wait, ()),
+        "returns": (hps.rank, ()),
+        "exits": (sys.exit, (4,)),
+        "raises": (int, ("no number",)),
+        "leaves at once": (os._exit, (0,)),
+    }
+    seen = {}
+    for name, (target, arguments) in ways.items():
+        child = context.Process(target=target, args=arguments)
+        child.start()
+        if name == "terminated":
+            started.wait()
+            child.terminate()
+        child.join()
+        seen[name] = child.exitcode
+    child = multiprocessing.get_context("spawn").Process(target=hps.init)
+    child.start()
+    child.join()
+    seen["spawned"] = child.exitcode
+    cluster.current().busy = None
+    return [seen, signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL]
+
+
 @pytest.fixture(scope="module")
 def worlds():
     return {
-        2: run(roles, 2, init={"skip": True}),
+        2: run([children, roles], 2, init={"skip": True}),
         3: run([roles, life], 3, init={"skip": True}),
         4: run([roles, sub_communicators], 4, init={"skip": True}),
     }
@@ -163,6 +205,20 @@ def test_sub_communicators(worlds):
         assert view_in_pair == expected(2, 1)[r // 2]
     assert {3 - r: seen[r]["reversed"] for r in range(4)} == expected(4, 3)
     assert all(s["single"]["size"] == 1 and s["single"]["worker"] for s in seen.values())
+
+
+def test_processes_that_a_rank_starts_do_not_end_the_job(worlds):
+    for rank, (ended, guarded) in worlds[2].results["children"].items():
+        assert ended == {
+            "terminated": -15,
+            "returns": 0,
+            "exits": 4,
+            "raises": 1,
+            "leaves at once": 0,
+            "spawned": 1,
+        }, rank
+        assert guarded, "the rank itself has lost its handlers"
+    assert "hps.init() runs in a process that multiprocessing has started" in worlds[2].output
 
 
 # -- refused --
