@@ -104,9 +104,11 @@ class Run:
         build, optimizer: Make the model and its optimizer, for both runs.
         prepare: Called with optimizer and model before they are compiled.
         wrap: Wraps the optimizer for the workers.
+        plain: Makes plain Keras's optimizer, when it is not the same.
         fits: How often the workers call `fit`; plain Keras trains in one.
         data: Makes features and labels of a whole batch size.
         weights: Makes sample weights from the features.
+        rest: Rows of each worker in one more batch at the end of every epoch.
         rates: Whether to compare learning rates.
         compiling: More arguments of `compile`.
 
@@ -125,24 +127,28 @@ class Run:
         *,
         prepare: Callable[[Any, Any], Any] | None = None,
         wrap: Callable[[Any], Any] | None = None,
+        plain: Callable[[], Any] | None = None,
         fits: int = 1,
         epochs: int = EPOCHS,
         data: Callable[[int], tuple[Any, Any]] = arrays,
         weights: Callable[[np.ndarray], np.ndarray] | None = None,
+        rest: Sequence[int] = (),
         loss: Callable[[], Any] = classification,
         rates: bool = True,
         **compiling: Any,
     ) -> None:
-        self._build, self._make, self._prepare = build, optimizer, prepare
+        self._build, self._prepare = build, prepare
         self._loss, self._compiling, self._noted = loss, compiling, rates
         me = hps.rank()
-        x, y = data(sum(shares))
-        arguments: dict[str, Any] = {"x": x, "y": y}
-        if weights:
-            arguments["sample_weight"] = weights(x)
+        arguments = self._arguments(*data(sum(shares)), weights)
         mine = {name: part(array, shares, me) for name, array in arguments.items()}
+        if rest:
+            first, last = sum(rest[:me]), sum(rest[: me + 1])
+            more = self._arguments(*(array[: sum(rest)] for array in data(sum(rest))), weights)
+            mine = {name: np.concatenate([array, more[name][first:last]]) for name, array in mine.items()}
+            arguments = {name: np.concatenate([array, more[name]]) for name, array in arguments.items()}
 
-        self.model, self.optimizer = self._compiled(me, wrap or hps.DistributedOptimizer)
+        self.model, self.optimizer = self._compiled(me, optimizer, wrap or hps.DistributedOptimizer)
         self.initial = [np.array(w) for w in numbers(self.model.weights)]
         self.rates: list[float] = []
         for _ in range(fits):
@@ -150,13 +156,17 @@ class Run:
 
         self.plain = self.plain_optimizer = None
         if hps.is_worker() and me == 0:
-            self.plain, self.plain_optimizer = self._compiled(me, lambda plain: plain)
+            self.plain, self.plain_optimizer = self._compiled(me, plain or optimizer, lambda made: made)
             self.plain_rates: list[float] = []
             self._fit(self.plain, arguments, sum(shares), epochs * fits, [], self.plain_rates)
 
-    def _compiled(self, number: int, wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
+    @staticmethod
+    def _arguments(x: Any, y: Any, weights: Callable[[np.ndarray], np.ndarray] | None) -> dict[str, Any]:
+        return {"x": x, "y": y, **({"sample_weight": weights(x)} if weights else {})}
+
+    def _compiled(self, number: int, make: Callable[[], Any], wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
         seed(number)
-        model, optimizer = self._build(), self._make()
+        model, optimizer = self._build(), make()
         if self._prepare:
             self._prepare(optimizer, model)
         model.compile(wrap(optimizer), self._loss(), **self._compiling)
@@ -192,8 +202,3 @@ class Run:
                 "rates": [self.rates, self.plain_rates],
             }
         return found
-
-
-def agree(ranks: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether all ranks hold the same weights, bit by bit (the server too, when it gave control back)."""
-    return len({found["digest"] for found in ranks.values()}) == 1

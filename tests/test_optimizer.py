@@ -216,17 +216,20 @@ def on_backend(request, tmp_path_factory):
     return request.param, results
 
 
+def _agree(ranks):
+    """Whether all ranks hold the same weights, bit by bit (the server too, when it gave control back)."""
+    return len({found["digest"] for found in ranks.values()}) == 1
+
+
 def _of_case(ranks, name):
     return {rank: found[name] for rank, found in ranks.items()}
 
 
 def test_every_class_trains_as_plain_keras_does(on_backend):
-    from models import agree
-
     ranks = on_backend[1]["every_class"]
     assert {"SGD", "Adam", "AdamW", "Adafactor", "Lion", "Ftrl", "LossScaleOptimizer"} <= set(ranks[0])
     for name, chief in ranks[0].items():
-        assert agree(_of_case(ranks, name)), name
+        assert _agree(_of_case(ranks, name)), name
         assert chief["moved"] > 1e-5, name
         assert chief["difference"] <= min(TOLERANCE, chief["moved"] / 100), name
         assert chief["iterations"] == chief["plain_iterations"] == 10, name
@@ -245,23 +248,19 @@ def test_every_class_is_described_as_the_plain_one(on_backend):
 
 
 def test_a_model_that_is_built_by_its_first_batch(on_backend):
-    from models import agree
-
     ranks = on_backend[1]["unbuilt"]
-    assert set(ranks) == {0, 1} and agree(ranks)
+    assert set(ranks) == {0, 1} and _agree(ranks)
     assert ranks[0]["weights"] == 4 and ranks[0]["loss"][-1] < ranks[0]["loss"][0]
 
 
 def test_models_of_other_dtypes(on_backend):
-    from models import agree
-
     backend, results = on_backend
     ranks = results["dtypes"]
     expected = {f"{d} {o}" for d in ("bfloat16", "float16", "float64") for o in ("sgd", "adam")}
     assert set(ranks[0]) == expected - ({"float64 sgd", "float64 adam"} if backend == "jax" else set())
     for name, chief in ranks[0].items():
         dtype = name.split()[0]
-        assert agree(_of_case(ranks, name)), name
+        assert _agree(_of_case(ranks, name)), name
         assert set(chief["dtypes"]) == {dtype}
         assert chief["moved"] > 0.01, name
         # A batch in two parts rounds differently from one in whole: 8 and 11 bits; float64 travels as float32.
@@ -269,11 +268,9 @@ def test_models_of_other_dtypes(on_backend):
 
 
 def test_scalars_empty_variables_and_equal_names(on_backend):
-    from models import agree
-
     ranks = on_backend[1]["odd_shapes"]
     for name, chief in ranks[0].items():
-        assert agree(_of_case(ranks, name)), name
+        assert _agree(_of_case(ranks, name)), name
         assert chief["difference"] <= TOLERANCE and chief["moved"] > 0.01, name
 
 
@@ -378,6 +375,8 @@ def _refuses(call, text):
 
 def again():
     """Two fits with a changed rate between them, another compile, and what Keras does after training."""
+    import copy
+
     import keras
     import numpy as np
     from models import EPOCHS, Run, arrays, classification, dense, difference, digest, part, serving
@@ -407,6 +406,11 @@ def again():
         done.model.evaluate(x, y, verbose=0)
         found["predicted"] = float(np.sum(done.model.predict(x, verbose=0)))
         found["evaluated"] = done.model.evaluate(x, y, verbose=0)
+        copied = copy.deepcopy(done.model)
+        found["copied"] = [
+            digest(copied) == digest(done.model),
+            _files_apart(copied, done.model, f"{os.environ['FOLDER']}/copy-{me}.weights.h5"),
+        ]
     model, alone = done.model, "hps.callbacks.ParameterServer()"
     before = digest(model)
     found["refused"] = {
@@ -423,6 +427,9 @@ def again():
         found["refused"] |= {
             "unwrapped": _refuses(lambda: train(plain, False, [serving()]), "hps.DistributedOptimizer("),
             "steps_per_execution": _refuses(lambda: train(several, False, [serving()]), "steps_per_execution=2"),
+            "SwapEMAWeights": _refuses(
+                lambda: train(model, False, [serving(), keras.callbacks.SwapEMAWeights()]), "SwapEMAWeights"
+            ),
             "the callback twice": _refuses(lambda: train(model, False, [serving(), serving()]), "twice"),
         }
     found["untouched"] = digest(model) == before
@@ -558,11 +565,9 @@ def test_it_stays_the_same_optimizer_on_other_back_ends(backend):
 
 
 def test_slots_and_iterations_stay_from_fit_to_fit(trained):
-    from models import agree
-
     ranks = trained["again"]
     for name, steps in (("two fits", 40), ("more fits", 80)):
-        assert agree(_of_case(ranks, name))
+        assert _agree(_of_case(ranks, name))
         chief = ranks[0][name]
         assert chief["difference"] <= TOLERANCE and chief["moved"] > 0.01
         assert chief["iterations"] == chief["plain_iterations"] == steps
@@ -575,20 +580,22 @@ def test_evaluate_and_predict_agree_after_fit(trained):
     assert ranks[0]["evaluated"] == ranks[1]["evaluated"]
 
 
+def test_a_copy_of_the_model_has_weights_and_slots(trained):
+    assert trained["again"][0]["copied"] == trained["again"][1]["copied"] == [True, []]
+
+
 def test_training_past_the_exchange_is_refused_everywhere(trained):
     for rank, found in trained["again"].items():
         assert {what: shown for what, shown in found["refused"].items() if shown is not True} == {}, (
             f"world rank {rank}"
         )
         assert found["untouched"]
-    assert len(trained["again"][0]["refused"]) == 6
+    assert len(trained["again"][0]["refused"]) == 7
 
 
 def test_a_refusal_does_not_hurt_the_next_fit(trained):
-    from models import agree
-
     assert trained["again"][0]["last"] <= TOLERANCE
-    assert agree(trained["again"])
+    assert _agree(trained["again"])
 
 
 CONTINUING = ["momentum", "adam", "nadam", "adafactor", "schedule", "accumulation", "ema", "scaled"]
@@ -597,12 +604,10 @@ CONTINUING = ["momentum", "adam", "nadam", "adafactor", "schedule", "accumulatio
 @pytest.mark.parametrize("how", ["everywhere", "on the chief", "weights"])
 @pytest.mark.parametrize("name", CONTINUING)
 def test_training_continues_from_a_file(trained, name, how):
-    from models import agree
-
     ranks = _of_case(trained["continued"], name)
     agreed = {rank: found[how] for rank, found in ranks.items()}
     chief = agreed[0]
-    assert agree(agreed)
+    assert _agree(agreed)
     assert chief["difference"] <= TOLERANCE
     assert chief["apart"] == []
     for rank in (0, 1):
