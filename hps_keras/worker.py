@@ -316,6 +316,8 @@ class Exchange:
         text, _ = self.link.gather("pause", body, self.samples, [memory] if memory.nbytes else (), into)
         for group, version in zip(self.groups, text["versions"]):
             group.version = version
+            # TensorFlow runs the step that finds no more data, too; its counting does not wait for the data.
+            group.count = _count(group.optimizer)
             self._set(group)
         for variable, value in zip(extras, wire.unbundle(described, memory)):
             variable.assign(np.array(value))

@@ -298,6 +298,12 @@ def sources():
         data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
         seen["tf.data"] = fitted(dense(), data)
         seen["tf.data, repeated"] = fitted(dense(), data.repeat(), steps_per_epoch=steps)
+        signature = tf.TensorSpec((4, 4)), tf.TensorSpec((4, 1))
+        unknown = tf.data.Dataset.from_generator(finite, output_signature=signature)
+        for jit in (False, True):  # compiled, a step runs until it finds no more data
+            model = dense(eager=False)
+            model.jit_compile = jit
+            seen[f"tf.data of unknown length, jit_compile={jit}"] = fitted(model, unknown)
     return seen
 
 
