@@ -50,6 +50,7 @@ class Server:
         self._headers: dict[tuple[int, int], Header] = {}
         self._sendings: list[tuple[int, Sending]] = []
         self._final: list[np.ndarray] = []
+        self._moving = aligned_zeros(0, np.uint8)
         self._returns = False
         self._served = False
         self._before = self._totals()
@@ -210,6 +211,7 @@ class Server:
             "declare": self._declared,
             "pause": self._paused,
             "resume": self._resumed,
+            "end": self._ended,
         }.get(done.name)
         if handler is not None:
             handler(headers, values)
@@ -334,14 +336,44 @@ class Server:
         averaged = [np.asarray(m).astype(a.dtype) for m, a in zip(means, first)]
         _, memory = wire.bundle(averaged)
         self._flush()
-        payload = [g.parameters for g in self._groups] + [memory]
-        self._reply(list(values), {"versions": [g.version for g in self._groups]}, payload)
+        self._moving = memory
+        self._reply(list(values), {"versions": [g.version for g in self._groups]}, self._state())
+
+    def _state(self) -> list[np.ndarray]:
+        """What all workers have in common at an epoch's end: parameters and moving statistics."""
+        return [g.parameters for g in self._groups] + [self._moving]
 
     def _resumed(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
         stop = any(value["stop"] for value in values.values())
         if stop or any(value["last"] for value in values.values()):
             self._coordinator.finish()
-        self._reply(list(values), {"stop": stop})
+        self._share_changes(headers, values, {"stop": stop})
+
+    def _ended(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
+        self._share_changes(headers, values, {})
+
+    def _share_changes(self, headers: dict[int, Header], values: dict[int, Any], body: dict[str, Any]) -> None:
+        """Gives the chief's weights to all if callbacks have changed them, else to those that have changed theirs."""
+        chief = min(values)
+        changed = [rank for rank, value in values.items() if value["changed"]]
+        takers = changed
+        if chief in changed:
+            flats = [g.layout.allocate() for g in self._groups]
+            self._wire.receive(self._cluster.workers[chief], headers[chief], [*flats, self._moving])
+            self._flush()
+            for group, flat in zip(self._groups, flats):
+                group.load(flat)
+            takers = [rank for rank in values if rank != chief]
+        elif changed:
+            logger.warning(
+                "callbacks on workers %s have changed weights, and none on worker %d: its weights stand; give such a "
+                "callback to all workers, or to the chief",
+                changed,
+                chief,
+            )
+        self._reply([rank for rank in values if rank not in takers], body | {"take": False})
+        if takers:
+            self._reply(takers, body | {"take": True}, self._state())
 
     def _send_state(self, dest: int, token: str) -> None:
         if token not in self._known:

@@ -153,6 +153,7 @@ class Exchange:
         self.stop_asked = False
         self.last_seconds = 0.0
         self._started = False
+        self._moving: tuple[list[tuple[Any, np.ndarray]], np.ndarray] = ([], np.zeros(0, np.uint8))
         wrapping.disguise_containers(model)
         self._counts = {id(o): _count(o) for o in wrapping.wrapped_in(model)}
         self._steps: dict[int, int] = {}
@@ -318,15 +319,22 @@ class Exchange:
             group.version = version
             # TensorFlow runs the step that finds no more data, too; its counting does not wait for the data.
             group.count = _count(group.optimizer)
-            self._set(group)
-        for variable, value in zip(extras, wire.unbundle(described, memory)):
-            variable.assign(np.array(value))
+        self._moving = list(zip(extras, wire.unbundle(described, memory))), memory
+        self._set()
         self.samples = 0
 
-    @staticmethod
-    def _set(group: _Group) -> None:
-        for i, view in zip(group.variables, group.in_views):
-            group.optimizer._trainable_variables[i].assign(np.array(view))
+    def _common(self) -> list[tuple[Any, np.ndarray]]:
+        """The weights that the workers have in common since the last pause, each with its value then."""
+        owned = [
+            (g.optimizer._trainable_variables[i], view)
+            for g in self.groups
+            for i, view in zip(g.variables, g.in_views)
+        ]  # fmt: skip
+        return owned + self._moving[0]
+
+    def _set(self) -> None:
+        for variable, value in self._common():
+            variable.assign(np.array(value))
 
     def average(self, logs: dict[str, Any], weights: dict[str, float]) -> dict[str, Any]:
         """Averages epoch logs over the workers, each name by the samples behind it."""
@@ -335,14 +343,27 @@ class Exchange:
 
     def resume(self, stop: bool, last: bool) -> bool:
         """Ends the pause after an epoch, perhaps the `last`, with all others; returns whether one wants to stop."""
-        return bool(self.link.gather("resume", {"stop": stop, "last": last})[0]["stop"])
+        return bool(self._share_changes("resume", {"stop": stop, "last": last})["stop"])
+
+    def _share_changes(self, gather: str, body: dict[str, Any]) -> Any:
+        """Gathers with all others, and gives all of them the chief's weights if callbacks have changed some since."""
+        changed = [pair for pair in self._common() if _differs(*pair)]
+        into = [g.into for g in self.groups] + [self._moving[1]]
+        if self.chief:
+            for variable, value in changed:
+                value[...] = ops.convert_to_numpy(variable)
+        payload = into if self.chief and changed else []
+        text, _ = self.link.gather(gather, body | {"changed": bool(changed)}, payload=payload, into=into)
+        if text["take"]:
+            self._set()
+        return text
 
     def finalize(self, optimizer: Any) -> None:
         """Takes the averaged parameters (EMA) from the server, where the averages are."""
         for group in self.groups:
             if group.optimizer is optimizer:
                 self.link.request(Header(Kind.FINALIZE, group=group.index), into=[group.into])
-                self._set(group)
+                self._set()
 
     def _fetch(self, token: str, variables: Sequence[int]) -> tuple[Sequence[int], list[np.ndarray]]:
         _, body, memory = self.link.request(Header(Kind.STATE), {"token": token})
@@ -351,6 +372,8 @@ class Exchange:
 
     def exit(self) -> dict[str, Any]:
         """Leaves `fit`; returns the server's summary of it."""
+        if self.groups:  # not after a `fit` of no epoch
+            self._share_changes("end", {})
         for group in self.groups:
             half = group.optimizer.__dict__["_hps"]
             if self.server_returns:  # nobody will answer a later save
@@ -362,6 +385,11 @@ class Exchange:
             final = described, (memory,)
         _, summary, _ = self.link.request(Header(Kind.EXIT), *final)
         return summary
+
+
+def _differs(variable: Any, value: np.ndarray) -> bool:
+    now = np.asarray(ops.convert_to_numpy(variable)).astype(value.dtype)
+    return not (np.array_equal(now, value) or np.array_equal(now, value, equal_nan=now.dtype.kind == "f"))
 
 
 def _same(value: Any) -> Any:
