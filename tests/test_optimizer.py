@@ -12,7 +12,7 @@ import textwrap
 import pytest
 from ranks import run
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TOLERANCE = 1e-5
 SHARES = (24, 8)
@@ -211,9 +211,10 @@ def _regression(batch):
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def on_backend(request, tmp_path_factory):
-    env = _environment(request.param, FOLDER=str(tmp_path_factory.mktemp(request.param)))
-    results = run([every_class, dtypes, odd_shapes, unbuilt], 3, env=env, timeout=800).results
-    return request.param, results
+    folder = tmp_path_factory.mktemp(request.param)
+    calls = [every_class, dtypes, odd_shapes, same_object, again, continued, unbuilt]
+    results = run(calls, 3, env=_environment(request.param, FOLDER=str(folder)), timeout=1100).results
+    return request.param, results, folder
 
 
 def _agree(ranks):
@@ -254,7 +255,7 @@ def test_a_model_that_is_built_by_its_first_batch(on_backend):
 
 
 def test_models_of_other_dtypes(on_backend):
-    backend, results = on_backend
+    backend, results, _ = on_backend
     ranks = results["dtypes"]
     expected = {f"{d} {o}" for d in ("bfloat16", "float16", "float64") for o in ("sgd", "adam")}
     assert set(ranks[0]) == expected - ({"float64 sgd", "float64 adam"} if backend == "jax" else set())
@@ -412,19 +413,13 @@ def again():
             _files_apart(copied, done.model, f"{os.environ['FOLDER']}/copy-{me}.weights.h5"),
         ]
     model, alone = done.model, "hps.callbacks.ParameterServer()"
-    before = digest(model)
-    found["refused"] = {
-        "fit without the callback": _refuses(lambda: train(model, False), alone),
-        "train_on_batch": _refuses(lambda: model.train_on_batch(x[:8], y[:8]), alone),
-    }
-    model.compile(model.optimizer, classification())
-    found["refused"]["fit after another compile"] = _refuses(lambda: train(model, False), alone)
+    before, found["refused"] = digest(model), {}
     if hps.is_worker():
         plain = dense()
         plain.compile(keras.optimizers.SGD(0.1), classification())
         several = dense()
-        several.compile(hps.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", steps_per_execution=2)
-        found["refused"] |= {
+        several.compile(hps.DistributedOptimizer(keras.optimizers.SGD(0.1)), classification(), steps_per_execution=2)
+        found["refused"] = {
             "unwrapped": _refuses(lambda: train(plain, False, [serving()]), "hps.DistributedOptimizer("),
             "steps_per_execution": _refuses(lambda: train(several, False, [serving()]), "steps_per_execution=2"),
             "SwapEMAWeights": _refuses(
@@ -432,6 +427,18 @@ def again():
             ),
             "the callback twice": _refuses(lambda: train(model, False, [serving(), serving()]), "twice"),
         }
+
+    jax = keras.backend.backend() == "jax"
+
+    def without_the_callback():
+        found["refused"]["fit without the callback"] = _refuses(lambda: train(model, False), alone)
+        if not jax:  # there a failed step leaves a model of Keras without its weights
+            found["refused"]["train_on_batch"] = _refuses(lambda: model.train_on_batch(x[:8], y[:8]), alone)
+            model.compile(model.optimizer, classification())
+            found["refused"]["fit after another compile"] = _refuses(lambda: train(model, False), alone)
+
+    if not jax:
+        without_the_callback()
     found["untouched"] = digest(model) == before
     # None of the refusals has hurt the exchange.
     train(model, False, [serving()])
@@ -439,6 +446,8 @@ def again():
         train(done.plain, True)
         found["last"] = difference(model.weights, done.plain.weights)
     found["digest"] = digest(model)
+    if jax:
+        without_the_callback()
     return found
 
 
@@ -447,7 +456,7 @@ def _continuing():
 
     o = keras.optimizers
     decay = o.schedules.ExponentialDecay(0.1, decay_steps=4, decay_rate=0.8)
-    return {
+    found = {
         "momentum": lambda: o.SGD(0.1, momentum=0.9),
         "adam": lambda: o.Adam(0.01),
         "nadam": lambda: o.Nadam(0.01),
@@ -457,6 +466,8 @@ def _continuing():
         "ema": lambda: o.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.5),
         "scaled": lambda: o.LossScaleOptimizer(o.SGD(0.1, momentum=0.9), initial_scale=8.0, dynamic_growth_steps=7),
     }
+    chosen = found if keras.backend.backend() == "tensorflow" else ("momentum", "adafactor", "schedule", "scaled")
+    return {name: found[name] for name in chosen}
 
 
 def continued():
@@ -537,35 +548,15 @@ def continued():
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("files")
-
-
-@pytest.fixture(scope="module")
-def trained(folder):
-    env = _environment("tensorflow", FOLDER=str(folder))
-    return run([same_object, again, continued], 3, env=env, timeout=800).results
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam", "LossScaleOptimizer", "rest"])
-def test_it_stays_the_same_optimizer(trained, name):
-    for rank, found in trained["same_object"].items():
-        wrong = {what: shown for what, shown in found[name].items() if shown is not True}
-        assert not wrong, f"world rank {rank}"
-
-
-@pytest.mark.backend
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_it_stays_the_same_optimizer_on_other_back_ends(backend):
-    results = run(same_object, 2, env=_environment(backend), timeout=400).results["same_object"]
-    for found in results.values():
+def test_it_stays_the_same_optimizer(on_backend):
+    for rank, found in on_backend[1]["same_object"].items():
         for name, shown in found.items():
-            assert {what: answer for what, answer in shown.items() if answer is not True} == {}, name
+            wrong = {what: answer for what, answer in shown.items() if answer is not True}
+            assert not wrong, f"{name}, world rank {rank}"
 
 
-def test_slots_and_iterations_stay_from_fit_to_fit(trained):
-    ranks = trained["again"]
+def test_slots_and_iterations_stay_from_fit_to_fit(on_backend):
+    ranks = on_backend[1]["again"]
     for name, steps in (("two fits", 40), ("more fits", 80)):
         assert _agree(_of_case(ranks, name))
         chief = ranks[0][name]
@@ -574,53 +565,53 @@ def test_slots_and_iterations_stay_from_fit_to_fit(trained):
     assert len(ranks[0]["history"]["accuracy"]) == 2
 
 
-def test_evaluate_and_predict_agree_after_fit(trained):
-    ranks = trained["again"]
+def test_evaluate_and_predict_agree_after_fit(on_backend):
+    ranks = on_backend[1]["again"]
     assert ranks[0]["predicted"] == ranks[1]["predicted"]
     assert ranks[0]["evaluated"] == ranks[1]["evaluated"]
 
 
-def test_a_copy_of_the_model_has_weights_and_slots(trained):
-    assert trained["again"][0]["copied"] == trained["again"][1]["copied"] == [True, []]
+def test_a_copy_of_the_model_has_weights_and_slots(on_backend):
+    ranks = on_backend[1]["again"]
+    assert ranks[0]["copied"] == ranks[1]["copied"] == [True, []]
 
 
-def test_training_past_the_exchange_is_refused_everywhere(trained):
-    for rank, found in trained["again"].items():
-        assert {what: shown for what, shown in found["refused"].items() if shown is not True} == {}, (
-            f"world rank {rank}"
-        )
+def test_training_past_the_exchange_is_refused_everywhere(on_backend):
+    backend, results, _ = on_backend
+    ranks = results["again"]
+    for rank, found in ranks.items():
+        wrong = {what: answer for what, answer in found["refused"].items() if answer is not True}
+        assert not wrong, f"world rank {rank}"
         assert found["untouched"]
-    assert len(trained["again"][0]["refused"]) == 7
+    without_callback = 1 if backend == "jax" else 3
+    assert [len(ranks[rank]["refused"]) for rank in (0, 1, 2)] == [4 + without_callback] * 2 + [without_callback]
 
 
-def test_a_refusal_does_not_hurt_the_next_fit(trained):
-    assert trained["again"][0]["last"] <= TOLERANCE
-    assert _agree(trained["again"])
-
-
-CONTINUING = ["momentum", "adam", "nadam", "adafactor", "schedule", "accumulation", "ema", "scaled"]
+def test_a_refusal_does_not_hurt_the_next_fit(on_backend):
+    ranks = on_backend[1]["again"]
+    assert ranks[0]["last"] <= TOLERANCE
+    assert _agree(ranks)
 
 
 @pytest.mark.parametrize("how", ["everywhere", "on the chief", "weights"])
-@pytest.mark.parametrize("name", CONTINUING)
-def test_training_continues_from_a_file(trained, name, how):
-    ranks = _of_case(trained["continued"], name)
-    agreed = {rank: found[how] for rank, found in ranks.items()}
-    chief = agreed[0]
-    assert _agree(agreed)
-    assert chief["difference"] <= TOLERANCE
-    assert chief["apart"] == []
-    for rank in (0, 1):
-        assert [agreed[rank]["iterations"], agreed[rank]["rate"]] == chief["plain"]
+def test_training_continues_from_a_file(on_backend, how):
+    ranks = on_backend[1]["continued"]
+    for name in ranks[0]:
+        of_case = {rank: found[how] for rank, found in _of_case(ranks, name).items()}
+        chief = of_case[0]
+        assert _agree(of_case), name
+        assert chief["difference"] <= TOLERANCE, name
+        assert chief["apart"] == [], name
+        for rank in (0, 1):
+            assert [of_case[rank]["iterations"], of_case[rank]["rate"]] == chief["plain"], name
 
 
-@pytest.mark.parametrize("name", CONTINUING)
-def test_a_loaded_model_is_plain_keras(trained, name):
+def test_a_loaded_model_is_plain_keras(on_backend):
     for rank in (0, 1):
-        found = trained["continued"][rank][name]
-        assert found["class"].startswith("keras.src.optimizers.")
-        assert found["loaded"] == [2 if name == "accumulation" else 10, True]
-        assert found["read back"] == 0 and found["kept"] == []
+        for name, found in on_backend[1]["continued"][rank].items():
+            assert found["class"].startswith("keras.src."), name
+            assert found["loaded"] == [2 if name == "accumulation" else 10, True], name
+            assert found["read back"] == 0 and found["kept"] == [], name
 
 
 WITHOUT = """
@@ -648,12 +639,15 @@ WITHOUT = """
 """
 
 
-def test_files_load_in_a_process_without_the_package(trained, folder):
-    program = [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(WITHOUT), str(folder), *CONTINUING]
-    env = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=300)
+def test_files_load_in_a_process_without_the_package(on_backend):
+    backend, results, folder = on_backend
+    names = list(results["continued"][0])
+    program = [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(WITHOUT), str(folder), *names]
+    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.split("FOUND ", 1)[1])
+    assert set(found) == set(names)
     for name, (same, apart, slots, moved) in found.items():
         assert same and apart == [], name
         assert slots > 2 and moved <= TOLERANCE, name
