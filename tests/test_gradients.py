@@ -230,6 +230,8 @@ def moving():
 
 def mixed():
     """mixed_float16 for three steps; in the second the gradient is infinite on no worker, on worker 1, on all."""
+    import tempfile
+
     import keras
     import numpy as np
     from models import arrays, classification, dense, difference, digest, numbers, part, seed, serving
@@ -270,6 +272,11 @@ def mixed():
             if hps.is_worker():
                 scale = float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale))
                 shown |= {"scale": scale / model.optimizer.initial_scale, "updates": list(callback.summary.updates)}
+                with tempfile.TemporaryDirectory() as folder:
+                    model.save(f"{folder}/model.keras")
+                    loaded = keras.models.load_model(f"{folder}/model.keras")
+                same = digest(loaded) == digest(model)
+                shown["saved"] = [same, sum(bool(np.any(v)) for v in numbers(loaded.optimizer.variables))]
             found[f"{name} {len(infinite)}"] = shown
     keras.config.set_dtype_policy("float32")
     return found
@@ -469,6 +476,8 @@ def test_mixed_precision_trains_and_skips_infinite_gradients(with_three):
         assert 0.005 < chief["moved"] < 1, name
         assert chief["dtypes"] == ["float32"]
         for rank in (0, 1, 2):
+            # Not zero are the scale, its counter, rate, iterations, and two moments of 4 weights.
+            assert of_case[rank]["saved"] == [True, 12], name
             assert of_case[rank]["scale"] == (0.5 if rank in halved.get(name, ()) else 1), name
             assert of_case[rank]["updates"] == [2 if name == "compiled 3" else 3], name
     assert len({ranks[0][name]["digest"] for name in ("wrapped inside 0", "wrapped outside 0", "compiled 0")}) == 1
