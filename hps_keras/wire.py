@@ -164,14 +164,15 @@ class Wire:
 
     def __init__(self, comm: Any, patience: Patience, timeout: float, name: Callable[[int], str]) -> None:
         self._comm, self.patience, self.timeout, self._name = comm, patience, timeout, name
-        self._head = bytearray(_STRUCT.size)
-        self._posted: Any = None
-        self._posted_from: int | None = None
+        # A receive for each rank instead of one from any: across a network MPICH 5.0 loses messages to receives from
+        # MPI_ANY_SOURCE when others are received in between.
+        self._posted: dict[int, tuple[Any, bytearray]] = {}
+        self._turns = list(range(comm.size))
         self.bytes_sent: dict[int, int] = {}
         self.bytes_received: dict[int, int] = {}
         from mpi4py import MPI
 
-        self._any, self._status, self._byte = MPI.ANY_SOURCE, MPI.Status(), MPI.BYTE
+        self._byte = MPI.BYTE
 
     # -- sending --
 
@@ -199,17 +200,26 @@ class Wire:
     # -- receiving --
 
     def poll(self, source: int | None = None) -> tuple[int, Header] | None:
-        """Returns ``(source, header)`` of the next message if one has come, else None; never waits."""
-        if self._posted is None:
-            self._posted = self._comm.Irecv(
-                [self._head, self._byte], self._any if source is None else source, _TAG_HEADER
-            )
-        if not self._posted.Test(self._status):
-            return None
-        self._posted = None
-        rank, header = self._status.Get_source(), Header.unpack(self._head)
-        self.bytes_received[rank] = self.bytes_received.get(rank, 0) + _STRUCT.size + header.body + header.payload
-        return rank, header
+        """Returns ``(source, header)`` of a message if one has come, else None; never waits.
+
+        Args:
+            source: The rank to look at; None for all, in turns, so that none is passed over.
+        """
+        for index, rank in enumerate(self._turns if source is None else (source,)):
+            if rank not in self._posted:
+                head = bytearray(_STRUCT.size)
+                self._posted[rank] = self._comm.Irecv([head, self._byte], rank, _TAG_HEADER), head
+            request, head = self._posted[rank]
+            if not request.Test():
+                continue
+            del self._posted[rank]
+            if source is None:
+                self._turns = self._turns[index + 1 :] + self._turns[: index + 1]
+            header = Header.unpack(head)
+            nbytes = _STRUCT.size + header.body + header.payload
+            self.bytes_received[rank] = self.bytes_received.get(rank, 0) + nbytes
+            return rank, header
+        return None
 
     def next(self, source: int, late: Callable[[], str]) -> Header:
         """Waits for the next message from `source`; `late()` makes the error's text when none comes in time."""
@@ -280,11 +290,11 @@ class Wire:
         self.patience.until(request.Test, self.timeout, late)
 
     def cancel(self) -> None:
-        """Takes back the posted receive, so that MPI can be finalized."""
-        if self._posted is not None:
-            self._posted.Cancel()
-            self._posted.Wait()
-            self._posted = None
+        """Takes back the posted receives, so that MPI can be finalized."""
+        while self._posted:
+            _, (request, _) = self._posted.popitem()
+            request.Cancel()
+            request.Wait()
 
 
 def chunks(array: np.ndarray) -> Iterator[memoryview]:

@@ -221,6 +221,47 @@ def test_processes_that_a_rank_starts_do_not_end_the_job(worlds):
     assert "hps.init() runs in a process that multiprocessing has started" in worlds[2].output
 
 
+# -- between machines --
+
+ROUNDS = 400
+
+
+def over_a_network():
+    """Exchanges as `fit` makes them, with a server that answers all workers together."""
+    import numpy as np
+
+    from hps_keras import cluster
+    from hps_keras.wire import Header, Kind
+
+    here = cluster.current()
+    assert here.wire is not None
+    mine = np.full(20, 1.0 + hps.rank(), np.float32)
+    total = 0.0
+    for _ in range(ROUNDS):
+        if here.is_server:
+            seen = {}
+            while len(seen) < hps.size():
+                found = here.wire.poll()
+                if found:
+                    seen[found[0]] = here.wire.bytes_of(*found).view(np.float32)
+            answer = sum(seen.values())
+            sendings = [here.wire.post(r, Header(Kind.ANSWER), None, [answer]) for r in here.workers]
+        else:
+            sendings = [here.wire.post(here.servers[0], Header(Kind.PUSH), None, [mine])]
+            header = here.wire.next(here.servers[0], lambda: "no answer came")
+            total += float(here.wire.bytes_of(here.servers[0], header).view(np.float32)[0])
+        for sending in sendings:
+            here.wire.patience.until(sending.done, here.wire.timeout, lambda: "was not sent")
+    return total
+
+
+def test_messages_between_machines():
+    """All ranks are here, but MPI must use the network as between machines, where it once lost messages."""
+    env = {"MPIR_CVAR_NOLOCAL": "1", "OMPI_MCA_btl": "tcp,self", "HPS_TIMEOUT": "30"}
+    totals = run(over_a_network, 4, env=env).results["over_a_network"]
+    assert totals == {0: 6.0 * ROUNDS, 1: 6.0 * ROUNDS, 2: 6.0 * ROUNDS, 3: 0.0}
+
+
 # -- refused --
 
 

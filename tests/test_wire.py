@@ -20,17 +20,7 @@ from hps_keras import wire
 from hps_keras.errors import ExchangeTimeout, HpsError, ProtocolError
 from hps_keras.wire import CHUNK_BYTES, Flag, Header, Kind, Patience, Wire, bundle, chunks, unbundle
 
-ANY = -2
-
-
 # -- a communicator in memory: matches sends and receives by rank and tag, in order, as MPI does --
-
-
-class Status:
-    source = -1
-
-    def Get_source(self) -> int:
-        return self.source
 
 
 @dataclass(eq=False)
@@ -40,11 +30,8 @@ class Request:
     tag: int
     owner: int
     complete: bool = False
-    source: int = -1
 
-    def Test(self, status: Status | None = None) -> bool:
-        if self.complete and status is not None:
-            status.source = self.source
+    def Test(self) -> bool:
         return self.complete
 
     def Cancel(self) -> None:
@@ -64,11 +51,11 @@ class Post:
     def match(self) -> None:
         for receive in list(self.receives):
             for send in self.sends:
-                if send.peer != receive.owner or send.tag != receive.tag or receive.peer not in (ANY, send.owner):
+                if send.peer != receive.owner or send.tag != receive.tag or receive.peer != send.owner:
                     continue
                 assert len(send.raw) <= len(receive.raw), "MPI_ERR_TRUNCATE"
                 receive.raw[: len(send.raw)] = send.raw
-                receive.source, send.complete, receive.complete = send.owner, True, True
+                send.complete = receive.complete = True
                 self.sends.remove(send)
                 self.receives.remove(receive)
                 break
@@ -78,6 +65,7 @@ class Post:
 class Comm:
     post: Post
     rank: int
+    size: int
 
     def Isend(self, buffer: list[Any], dest: int, tag: int) -> Request:
         request = Request(memoryview(buffer[0]).cast("B"), dest, tag, self.rank)
@@ -97,7 +85,7 @@ class Comm:
 def no_mpi():
     """Puts a stand-in in the place of mpi4py, so that these tests join no MPI."""
     stub = types.ModuleType("mpi4py.MPI")
-    stub.ANY_SOURCE, stub.BYTE, stub.Status = ANY, "byte", Status
+    stub.BYTE = "byte"
     package = types.ModuleType("mpi4py")
     package.MPI = stub
     with mock.patch.dict(sys.modules, {"mpi4py": package, "mpi4py.MPI": stub}):
@@ -109,7 +97,8 @@ def connected(count, timeout=0.02):
     post = Post()
     with no_mpi():
         return [
-            Wire(Comm(post, r), Patience(), timeout, lambda r: f"worker {r} (world rank {r})") for r in range(count)
+            Wire(Comm(post, r, count), Patience(), timeout, lambda r: f"worker {r} (world rank {r})")
+            for r in range(count)
         ]
 
 
@@ -310,6 +299,18 @@ def test_poll_never_waits(ranks):
     ranks[1].post(0, Header(Kind.EXIT))
     assert message(ranks[0])[0] == 1
     assert ranks[0].poll() is None
+
+
+def test_poll_passes_nobody_over():
+    ranks = connected(4)
+    for sender in ranks[1:]:
+        sender.post(0, Header(Kind.PUSH))
+    seen = []
+    for _ in range(9):
+        source, _ = message(ranks[0])
+        ranks[source].post(0, Header(Kind.PUSH))  # it is the first to have a message again
+        seen.append(source)
+    assert seen == [1, 2, 3] * 3
 
 
 def test_next_takes_from_one_source_alone(ranks):
