@@ -298,23 +298,30 @@ def describe(optimizer: Any, indices: Sequence[int], steps: int) -> dict[str, An
     """What the server needs to rebuild a worker's optimizer for the variables `indices`; fit for JSON.
 
     `steps` is its count when `fit` began: by now the first step may have passed.
+    """
+    half = optimizer.__dict__["_hps"]
+    variables = [optimizer._trainable_variables[i] for i in indices]
+    return describe_plain(optimizer, variables) | {
+        "token": half.token,
+        "consistency": str(half.consistency),
+        "iterations": steps // (optimizer.gradient_accumulation_steps or 1),
+    }
+
+
+def describe_plain(optimizer: Any, variables: Sequence[Any]) -> dict[str, Any]:
+    """What :class:`hps_keras.update.ServerOptimizer` is made of, of a built optimizer, wrapped or not; fit for JSON.
 
     ``layout``: its variables; ``optimizer``: the plain optimizer, serialized by Keras; ``constraints`` and ``decay``:
         per variable.
     """
-    half = optimizer.__dict__["_hps"]
-    variables = [optimizer._trainable_variables[i] for i in indices]
     serialized = keras.optimizers.serialize(optimizer)
     config = dict(serialized["config"], gradient_accumulation_steps=None, loss_scale_factor=None)
     config["learning_rate"] = float(_rate(optimizer))  # it travels with every push; the server needs a plain variable
     return {
-        "token": half.token,
         "layout": ParameterLayout.of((v.path, v.shape, str(v.dtype)) for v in variables).to_json(),
         "optimizer": dict(serialized, config=config),
         "constraints": [v.constraint and keras.constraints.serialize(v.constraint) for v in variables],
         "decay": [bool(optimizer._use_weight_decay(backends.named(v))) for v in variables],
-        "consistency": str(half.consistency),
-        "iterations": steps // (optimizer.gradient_accumulation_steps or 1),
     }
 
 

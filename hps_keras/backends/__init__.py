@@ -167,6 +167,59 @@ class Updater(ABC):
             view[...] = keras.ops.convert_to_numpy(variable.value)
 
 
+# -- the gradient at parameters that are not in the model --
+
+
+class GradientFunction(ABC):
+    """The gradient of a compiled model's loss at parameters that lie in a flat buffer.
+
+    The loss is that of a training step: sample weights, regularisation and added losses are in it. What is not trained
+    but moves (BatchNorm's statistics, seeds) moves on in the model with every call.
+
+    Args:
+        model: A built and compiled Keras model whose training step is Keras's own.
+        layout: The places of its trainable variables.
+
+    Attributes:
+        present: Indices of the tensors that have a gradient; None before the first call.
+    """
+
+    def __init__(self, model: Any, layout: ParameterLayout) -> None:
+        self.model, self.layout = model, layout
+        self.trainable, self.moving = list(model.trainable_variables), list(model.non_trainable_variables)
+        self.present: tuple[int, ...] | None = None
+
+    @abstractmethod
+    def __call__(self, parameters: np.ndarray, batch: Any, into: np.ndarray) -> float:
+        """Writes the mean gradient over a batch into `into`, zeros where a tensor has none, and returns the loss.
+
+        Args:
+            parameters: Flat and aligned; unchanged until this returns.
+            batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, of arrays.
+            into: Flat; its padding stays as it is.
+        """
+
+    def loss(self, parameters: Sequence[Any], moving: Sequence[Any], batch: Any) -> tuple[Any, list[Any]]:
+        """The loss, and what the moving variables become, as tensors of the back end."""
+        import keras
+
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        given = [*zip(self.trainable, parameters), *zip(self.moving, moving)]
+        with keras.StatelessScope(given, collect_losses=True) as scope:
+            predicted = self.model(x, training=True) if self.model._call_has_training_arg else self.model(x)
+            loss = self.model._compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True)
+        return loss, [scope.get_current_value(v) for v in self.moving]
+
+    def _deliver(self, gradients: Sequence[np.ndarray], into: np.ndarray) -> None:
+        """Copies the gradients of the tensors `present` into the flat buffer."""
+        views, present = self.layout.views(into), self.present or ()
+        if len(present) < len(views):
+            for view in views:
+                view.fill(0)
+        for index, gradient in zip(present, gradients):
+            views[index][...] = gradient
+
+
 # -- of the back end that Keras runs on --
 
 
@@ -196,6 +249,11 @@ def step(model: Any) -> Step:
 def updater(optimizer: Any, variables: Sequence[Any], gradients: Sequence[np.ndarray]) -> Updater:
     """Returns the :class:`Updater` of the back end that Keras runs on."""
     return _own().BackendUpdater(optimizer, variables, gradients)
+
+
+def gradient_function(model: Any, layout: ParameterLayout) -> GradientFunction:
+    """Returns the :class:`GradientFunction` of the back end that Keras runs on."""
+    return _own().BackendGradientFunction(model, layout)
 
 
 def named(variable: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hps_keras.backends import Stash, Step, Updater, pick, rows
+from hps_keras.backends import GradientFunction, Stash, Step, Updater, pick, rows
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
 
@@ -134,6 +134,29 @@ class BackendUpdater(Updater):
             return self.optimizer.stateless_apply(slots, scaled, parameters)
 
         return jax.jit(update)
+
+
+class BackendGradientFunction(GradientFunction):
+    """See :class:`hps_keras.backends.GradientFunction`."""
+
+    def __init__(self, model: Any, layout: ParameterLayout) -> None:
+        super().__init__(model, layout)
+        self.present = tuple(range(len(layout.tensors)))  # JAX gives zeros for what the loss does not depend on
+        self._compiled = self._evaluate if model.run_eagerly else jax.jit(self._evaluate)
+
+    def __call__(self, parameters: np.ndarray, batch: Any, into: np.ndarray) -> float:
+        (loss, moving), gradients = self._compiled(parameters, [v.value for v in self.moving], batch)
+        self._deliver([np.asarray(g) for g in gradients], into)
+        for variable, value in zip(self.moving, moving):
+            variable.assign(value)
+        return float(loss)
+
+    def _evaluate(self, flat: Any, moving: Any, batch: Any) -> Any:
+        parameters = [
+            jax.lax.slice(flat, (t.offset,), (t.offset + t.size,)).reshape(t.shape).astype(v.dtype)
+            for t, v in zip(self.layout.tensors, self.trainable)
+        ]
+        return jax.value_and_grad(self.loss, has_aux=True)(parameters, moving, batch)
 
 
 def watch(model: Any) -> None:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hps_keras.backends import Stash, Step, Updater, pick
+from hps_keras.backends import GradientFunction, Stash, Step, Updater, pick
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
 
@@ -73,7 +73,11 @@ class BackendStep(Step):
 
 def _shared(variable: Any) -> np.ndarray:
     """A TensorFlow variable's value in its own memory if it lies on the CPU; whoever holds it makes updates copy."""
-    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    return _shared_value(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype))
+
+
+def _shared_value(value: Any) -> np.ndarray:
+    """A TensorFlow tensor's value in its own memory if it lies on the CPU."""
     try:
         return np.asarray(memoryview(value))
     except (TypeError, ValueError, BufferError):
@@ -116,6 +120,39 @@ class BackendUpdater(Updater):
     def collect(self, views: Sequence[np.ndarray]) -> None:
         for variable, view in zip(self.variables, views):
             view[...] = _shared(variable.value)
+
+
+class BackendGradientFunction(GradientFunction):
+    """See :class:`hps_keras.backends.GradientFunction`."""
+
+    def __init__(self, model: Any, layout: ParameterLayout) -> None:
+        super().__init__(model, layout)
+        self._compiled = (
+            self._evaluate
+            if model.run_eagerly
+            # One trace for all batch sizes, although XLA, where it compiles, does so for each size.
+            else tf.function(self._evaluate, autograph=False, reduce_retracing=True, jit_compile=model.jit_compile)
+        )
+
+    def __call__(self, parameters: np.ndarray, batch: Any, into: np.ndarray) -> float:
+        flat = tf.experimental.dlpack.from_dlpack(parameters.__dlpack__())
+        loss, gradients = self._compiled(flat, batch)
+        self._deliver([_shared_value(g) for g in gradients], into)
+        return float(loss)
+
+    def _evaluate(self, flat: Any, batch: Any) -> Any:
+        parameters = [
+            tf.cast(tf.reshape(tf.slice(flat, [t.offset], [t.size]), t.shape), v.dtype)
+            for t, v in zip(self.layout.tensors, self.trainable)
+        ]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(parameters)
+            loss, moving = self.loss(parameters, [v.value for v in self.moving], batch)
+        gradients = tape.gradient(loss, parameters)
+        self.present = tuple(i for i, g in enumerate(gradients) if g is not None)
+        for variable, value in zip(self.moving, moving):
+            variable.value.assign(value)
+        return loss, [tf.cast(tf.convert_to_tensor(g), tf.float32) for g in gradients if g is not None]
 
 
 def watch(model: Any) -> None:

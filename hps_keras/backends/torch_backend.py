@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 
-from hps_keras.backends import Stash, Step, Updater, pick, rows
+from hps_keras.backends import GradientFunction, Stash, Step, Updater, pick, rows
 from hps_keras.layout import ParameterLayout
 
 
@@ -57,6 +58,28 @@ class BackendUpdater(Updater):
                 for i, v in zip(present, variables)
             ]
             self.optimizer.apply(gradients, variables)
+
+
+class BackendGradientFunction(GradientFunction):
+    """See :class:`hps_keras.backends.GradientFunction`."""
+
+    def __call__(self, parameters: np.ndarray, batch: Any, into: np.ndarray) -> float:
+        given = [
+            torch.from_numpy(view).to(v.value.device, v.value.dtype).requires_grad_()
+            for view, v in zip(self.layout.views(parameters), self.trainable)
+        ]
+        loss, moving = self.loss(given, [v.value for v in self.moving], keras.tree.map_structure(_tensor, batch))
+        gradients = torch.autograd.grad(loss, given, allow_unused=True)
+        self.present = tuple(i for i, g in enumerate(gradients) if g is not None)
+        self._deliver([g.float().cpu().numpy() for g in gradients if g is not None], into)
+        with torch.no_grad():
+            for variable, value in zip(self.moving, moving):
+                variable.assign(value)
+        return float(loss.detach())
+
+
+def _tensor(array: Any) -> Any:
+    return None if array is None else keras.ops.convert_to_tensor(array)
 
 
 def watch(model: Any) -> None:
