@@ -1,5 +1,6 @@
 """The Keras callbacks of hps_keras, installed as `hps_keras.callbacks`."""
 
+from hps_keras.callbacks.forced_sync import ForcedSync
 from hps_keras.callbacks.parameter_server import ParameterServer
 
-__all__ = ["ParameterServer"]
+__all__ = ["ForcedSync", "ParameterServer"]

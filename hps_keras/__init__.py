@@ -21,11 +21,11 @@ from hps_keras.cluster import (
     size,
     world_rank,
 )
-from hps_keras.consistency import ASP, BSP
+from hps_keras.consistency import ASP, BSP, SSP, WASP
 from hps_keras.errors import ConfigurationError, ExchangeTimeout, HpsError, LaunchError, ProtocolError
 
 if TYPE_CHECKING:
-    from hps_keras import callbacks
+    from hps_keras import callbacks, data
     from hps_keras.optimizer import DistributedOptimizer
 
 __version__ = "0.1.0.dev0"
@@ -33,6 +33,8 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "ASP",
     "BSP",
+    "SSP",
+    "WASP",
     "ConfigurationError",
     "DistributedOptimizer",
     "ExchangeTimeout",
@@ -40,6 +42,7 @@ __all__ = [
     "LaunchError",
     "ProtocolError",
     "callbacks",
+    "data",
     "init",
     "is_initialized",
     "is_server",
@@ -54,10 +57,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Both need Keras, which takes seconds to import and fixes its back end then; hpsrun and hps.init() need not wait
+    # They need Keras, which takes seconds to import and fixes its back end then; hpsrun and hps.init() need not wait
     # for it.
-    if name == "callbacks":
-        return import_module("hps_keras.callbacks")
+    if name in ("callbacks", "data"):
+        return import_module(f"hps_keras.{name}")
     if name == "DistributedOptimizer":
         return import_module("hps_keras.optimizer").DistributedOptimizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

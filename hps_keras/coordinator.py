@@ -22,14 +22,18 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hps_keras.accounts import WorkerStatistics
 from hps_keras.consistency import Consistency
-from hps_keras.decisions import Answer, Complete, Decision, Fail, Log, Push, Take, Update, Wait
+from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Update, Wait
+from hps_keras.pacing import Attendance, Flow, Group, Pacing, Rounds, pacing
+from hps_keras.scheduling import Lease, Leases
 
 _LOG_EVERY = 60.0  # also how long a wait must have lasted to be worth a line
+_LONG_WAIT, _LARGE_PART = 1.0, 0.1  # of an epoch, spent at its end: worth a hint
 
 
 class State(enum.Enum):
@@ -43,23 +47,6 @@ class State(enum.Enum):
 
 
 @dataclass
-class WorkerStatistics:
-    """What one worker did since the server started. Seconds are the server's clock.
-
-    `timed_samples`, `training_seconds` and `compute_seconds` leave out the first step of each `fit`, which compiles.
-    """
-
-    pushes: int = 0
-    samples: int = 0
-    last_batch: int = 0
-    timed_samples: int = 0
-    training_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    waiting_seconds: float = 0.0
-    staleness: Counter[int] = field(default_factory=Counter)
-
-
-@dataclass
 class _Worker:
     state: State = State.OUTSIDE
     steps: int = 0  # pushes since it entered fit; time-outs begin with the second, the first compiles
@@ -67,17 +54,10 @@ class _Worker:
     asked_at: float = 0.0
     reminded_at: float = 0.0
     training_since: float = 0.0
+    answered_at: float | None = None  # when the step that it computes began with an answer
     held: dict[int, Push] = field(default_factory=dict)
     gather: tuple[str, int] | None = None
     statistics: WorkerStatistics = field(default_factory=WorkerStatistics)
-
-
-@dataclass
-class _Group:
-    version: int
-    round: dict[int, Push] = field(default_factory=dict)
-    taken: list[Push] = field(default_factory=list)
-    largest: dict[int, int] = field(default_factory=dict)
 
 
 _ASKED_WHILE = {
@@ -104,7 +84,12 @@ class Coordinator:
         self.timeout = timeout
         self._remind_every = min(timeout / 4, 10.0)
         self._workers = [_Worker(owes_since=now) for _ in range(workers)]
-        self._groups: list[_Group] = []
+        self._numbers = Counter({State.OUTSIDE: workers})
+        self._asking: set[int] = set()
+        self._attendance = Attendance()
+        self._pacing: Pacing = Rounds([], self._attendance)
+        self._leases: Leases | None = None
+        self._chief = 0
         self._gathers: dict[tuple[str, int], dict[int, Any]] = {}
         self._stop = False
         self._logged_at = now
@@ -126,19 +111,50 @@ class Coordinator:
     @property
     def all_left(self) -> bool:
         """Whether every worker's process has ended."""
-        return all(w.state is State.LEFT for w in self._workers)
+        return self._numbers[State.LEFT] == len(self._workers)
 
     @property
     def in_fit(self) -> tuple[int, ...]:
         """Workers that are inside the present `fit`; one that joins waits for the next and is not among them."""
         return self._where(State.TRAINING, State.PAUSED)
 
+    @property
+    def trains(self) -> bool:
+        """Whether a worker is in the middle of an epoch."""
+        return bool(self._attendance.training)
+
+    @property
+    def passes(self) -> int:
+        """Number of the present pass over lent samples, from 1; 0 when none are lent."""
+        return self._leases.number if self._leases else 0
+
+    @property
+    def sync_every(self) -> int | None:
+        """Steps per worker between two forced syncs, None when there are none."""
+        return self._pacing.sync_every if isinstance(self._pacing, Flow) else None
+
     # -- events --
 
     def define(self, versions: Iterable[int], consistency: Consistency) -> None:
         """Sets up the groups of this `fit`, one per optimizer, at the versions given, and the consistency model."""
         self.consistency = consistency
-        self._groups = [_Group(v) for v in versions]
+        self._pacing = pacing(consistency, [Group(v) for v in versions], self._attendance)
+
+    def offer(self, samples: int, batch_sizes: Mapping[int, int]) -> None:
+        """From now on, until the next `fit`, the samples of an epoch are lent to the workers.
+
+        Args:
+            samples: Samples in an epoch.
+            batch_sizes: Samples of one lease, per worker.
+
+        Raises:
+            ConfigurationError: Too few samples.
+        """
+        self._leases = Leases(samples, batch_sizes)
+
+    def begin_pass(self) -> dict[int, Lease]:
+        """Begins an epoch of lent samples; returns the first lease of each worker, nothing when none are lent."""
+        return self._leases.begin(self.in_fit) if self._leases else {}
 
     def push(self, push: Push, now: float) -> list[Decision]:
         """A worker's gradient was announced."""
@@ -154,14 +170,32 @@ class Coordinator:
                 push.worker, f"pushes on version {push.version} of optimizer {push.group} instead of {group.version}"
             )
         worker.held[push.group] = push
-        worker.asked_at = worker.reminded_at = now
-        self._count(worker, push)
-        if push.samples:
-            group.largest[push.worker] = max(push.samples, group.largest.get(push.worker, 0))
-        if self.consistency.synchronous:
-            group.round[push.worker] = push
-            return self._settle(now)
-        return self._apply_at_once(push, now) + self._settle(now)
+        self._asks(push.worker, now)
+        if not push.group:  # the optimizers of one step share its batch
+            worker.steps += 1
+            worker.statistics.stepped(push.samples, push.seconds, first=worker.steps == 1)
+            if worker.answered_at is not None:
+                worker.statistics.timed(now - worker.answered_at)
+        worker.answered_at = None
+        group.saw(push)
+        if self._leases:
+            self._leases.pushed(push.worker)
+        if push.sync_every and push.worker == self._chief and isinstance(self._pacing, Flow):
+            self._pacing.sync_every = push.sync_every if push.sync_every > 0 else None
+        return self._booked(self._pacing.push(push)) + self._settle(now)
+
+    def ask_lease(self, worker: int, now: float) -> list[Decision]:
+        """A worker needs samples although its last step had nothing to push."""
+        me = self._workers[worker]
+        if me.state is not State.TRAINING or worker in self._asking:
+            return self._refuse(worker, "asks for samples")
+        me.owes_since, me.answered_at = now, None
+        return [Grant(worker, self._lend(worker), self._stop)]
+
+    def return_leases(self, worker: int) -> None:
+        """A worker ends its epoch before it has trained on what was lent to it last."""
+        if self._leases:
+            self._leases.give_back(worker, everything=False)
 
     def gather(self, worker: int, name: str, sequence: int, contribution: Any, now: float) -> list[Decision]:
         """A worker contributes to an agreement, and waits for its end.
@@ -169,14 +203,16 @@ class Coordinator:
         The names ``enter``, ``pause`` and ``resume`` also move the worker from state to state.
         """
         me = self._workers[worker]
-        if me.state is State.LEFT or self._asks(me) or me.state is not _ASKED_WHILE.get(name, me.state):
+        known = me.state is _ASKED_WHILE.get(name, me.state)
+        if me.state is State.LEFT or worker in self._asking or not known:
             return self._refuse(worker, "enters another fit" if name == "enter" else f"asks for {name!r}")
         if name == "enter":
-            me.state, me.steps = State.JOINING, 0
+            self._move(worker, State.JOINING)
+            me.steps = 0
         elif name == "pause":
-            self._stand_down(me, State.PAUSED, now)
-        me.gather = (name, sequence)
-        me.asked_at = me.reminded_at = now
+            self._stand_down(worker, State.PAUSED, now)
+        me.gather, me.answered_at = (name, sequence), None
+        self._asks(worker, now)
         self._gathers.setdefault(me.gather, {})[worker] = contribution
         return self._settle(now)
 
@@ -186,24 +222,23 @@ class Coordinator:
 
     def finish(self) -> None:
         """The last epoch is over: no worker owes a push, however long its callbacks take before it leaves `fit`."""
-        for worker in self._workers:
-            if worker.state is State.TRAINING:
-                worker.state = State.PAUSED
+        for rank in list(self._attendance.training):
+            self._move(rank, State.PAUSED)
 
     def exit(self, worker: int, now: float) -> list[Decision]:
         """A worker's `fit` has returned."""
-        me = self._workers[worker]
-        if me.state not in (State.TRAINING, State.PAUSED) or self._asks(me):
+        if self.state(worker) not in (State.TRAINING, State.PAUSED) or worker in self._asking:
             return self._refuse(worker, "leaves fit")
-        self._stand_down(me, State.OUTSIDE, now)
+        if self._leases:
+            self._leases.give_back(worker, everything=True)
+        self._stand_down(worker, State.OUTSIDE, now)
         return self._settle(now)
 
     def leave(self, worker: int, now: float) -> list[Decision]:
         """A worker's process ends."""
-        me = self._workers[worker]
-        if me.state is not State.OUTSIDE or self._asks(me):
+        if self.state(worker) is not State.OUTSIDE or worker in self._asking:
             return self._refuse(worker, "ends its process")
-        me.state = State.LEFT
+        self._move(worker, State.LEFT)
         return self._settle(now)
 
     def tick(self, now: float) -> list[Decision]:
@@ -211,116 +246,128 @@ class Coordinator:
         decisions: list[Decision] = []
         for rank, worker in enumerate(self._workers):
             silent = now - worker.owes_since
-            if (
-                worker.state is State.TRAINING
-                and worker.steps >= 2
-                and not self._asks(worker)
-                and silent > self.timeout
-            ):
+            if rank in self._asking:
+                if now - worker.reminded_at >= self._remind_every:
+                    worker.reminded_at = now
+                    decisions.append(Wait(rank, self._awaited(worker)))
+            elif worker.state is State.TRAINING and worker.steps >= 2 and silent > self.timeout:
                 decisions.append(Fail(self._what_is_owed(rank, silent), silent=True))
-            elif self._asks(worker) and now - worker.reminded_at >= self._remind_every:
-                worker.reminded_at = now
-                decisions.append(Wait(rank, self._awaited(worker)))
         if now - self._logged_at >= _LOG_EVERY:
             self._logged_at = now
             decisions += self._say_who_is_awaited(now)
         return decisions
 
-    # -- rounds --
+    # -- pushes and their answers --
 
-    def _apply_at_once(self, push: Push, now: float) -> list[Decision]:
-        group = self._groups[push.group]
-        decisions: list[Decision] = []
-        if push.samples:
-            staleness = group.version - push.version
-            self._workers[push.worker].statistics.staleness[staleness] += 1
-            typical = sum(group.largest.values()) / len(group.largest)
-            group.version += 1
-            decisions.append(Take(push, 1.0, first=True))
-            rate = push.rate * push.samples / typical
-            decisions.append(Update(push.group, (push,), 1.0, rate, group.version))
-        return [*decisions, self._answer(push, now)]
+    @property
+    def _groups(self) -> list[Group]:
+        return self._pacing.groups
 
-    def _advance_round(self, index: int, now: float) -> list[Decision]:
-        """Takes payloads in rank order as far as they go, and ends the round when every training worker has pushed."""
-        group = self._groups[index]
-        decisions: list[Decision] = []
-        for rank in self._where(State.TRAINING):
-            push = group.round.get(rank)
-            if push is None:
-                return decisions
-            if push.samples and push not in group.taken:
-                reference = group.taken[0] if group.taken else push
-                decisions.append(Take(push, push.samples / reference.samples, first=not group.taken))
-                group.taken.append(push)
-        if not group.round:
-            return decisions
-        if group.taken:
-            samples = sum(p.samples for p in group.taken)
-            group.version += 1
-            for push in group.taken:
-                self._workers[push.worker].statistics.staleness[0] += 1
-            # Payloads were added relative to the first one's weight, so that equal batches need no multiplication at
-            # all.
-            decisions.append(
-                Update(index, tuple(group.taken), group.taken[0].samples / samples, group.taken[0].rate, group.version)
-            )
-        pushes = [group.round[rank] for rank in sorted(group.round)]
-        group.round, group.taken = {}, []
-        return decisions + [self._answer(p, now) for p in pushes]
+    def _booked(self, decisions: list[Decision]) -> list[Decision]:
+        """Notes whose gradients are applied, how stale and with what weight."""
+        for decision in decisions:
+            if isinstance(decision, Update):
+                for push in decision.pushes:
+                    statistics = self._workers[push.worker].statistics
+                    statistics.applied(decision.version - 1 - push.version, decision.weight)
+        return decisions
 
-    def _answer(self, push: Push, now: float) -> Answer:
+    def _lend(self, worker: int) -> Lease | None:
+        return None if self._leases is None or self._stop else self._leases.take(worker)
+
+    def _answer(self, push: Push, sync: bool, now: float) -> Answer:
         worker = self._workers[push.worker]
         del worker.held[push.group]
-        worker.owes_since = now
+        self._is_answered(push.worker)
+        worker.owes_since = worker.answered_at = now
         if worker.steps == 1:
             worker.training_since = now
         else:
-            worker.statistics.waiting_seconds += now - worker.asked_at
+            worker.statistics.waited(now - worker.asked_at, sync)
+        worker.statistics.syncs += sync
         version = self._groups[push.group].version
-        return Answer(push, version, fresh=version != push.version, stop=self._stop)
+        lease = self._lend(push.worker) if push.wants_lease else None
+        return Answer(push, version, sync or version != push.version, self._stop, sync, lease)
 
     # -- gathers --
 
     def _required(self, name: str, respondents: Iterable[int]) -> set[int]:
         if name in ("weights", "declare"):
-            return set(self._where(State.TRAINING))
+            return set(self._attendance.training)
         inside = set(self.in_fit)
         if not inside & set(respondents):  # outside fit, or about to enter one
             return {r for r, w in enumerate(self._workers) if w.state is not State.LEFT}
         return inside
 
+    def _could_be_complete(self, name: str, given: int) -> bool:
+        """Whether as many have contributed as it takes at least; spares a look at all workers at every event."""
+        training, inside = self._numbers[State.TRAINING], self._numbers[State.TRAINING] + self._numbers[State.PAUSED]
+        return given >= (training if name in ("weights", "declare") else inside)
+
     def _settle(self, now: float) -> list[Decision]:
         """Follows up on everything that the last event may have completed."""
-        decisions: list[Decision] = []
-        for index in range(len(self._groups)):
-            if self.consistency.synchronous:
-                decisions += self._advance_round(index, now)
+        released = self._pacing.settle()
+        decisions = self._booked(released.decisions)
+        decisions += [self._answer(push, released.sync, now) for push in released.pushes]
         for key, contributions in sorted(self._gathers.items()):
-            if self._required(key[0], contributions) <= set(contributions):
-                decisions.append(self._complete(key, contributions, now))
+            enough = self._could_be_complete(key[0], len(contributions))
+            if enough and self._required(key[0], contributions) <= set(contributions):
+                decisions += self._complete(key, contributions, now)
         if not any(isinstance(d, (Answer, Complete)) for d in decisions):
             decisions += self._contradiction()
         return decisions
 
-    def _complete(self, key: tuple[str, int], contributions: dict[int, Any], now: float) -> Complete:
+    def _complete(self, key: tuple[str, int], contributions: dict[int, Any], now: float) -> list[Decision]:
+        name = key[0]
         del self._gathers[key]
-        if key[0] == "enter":
-            self._stop, self._groups = False, []
+        said = self._epoch_over(contributions, now) if name == "pause" else []
+        if name == "enter":
+            self._stop, self._chief, self._leases = False, min(contributions), None
+            self._pacing = Rounds([], self._attendance)
         for rank in contributions:
             worker = self._workers[rank]
             worker.gather, worker.owes_since = None, now
-            if key[0] in ("enter", "resume"):
-                worker.state, worker.training_since = State.TRAINING, now
+            self._is_answered(rank)
+            if name in ("enter", "resume"):
+                self._move(rank, State.TRAINING)
+                worker.training_since = now
+        if name == "resume":
+            self._pacing.begin_epoch()
         members = tuple(sorted(contributions))
-        return Complete(key[0], key[1], members, dict(sorted(contributions.items())), self._stop)
+        return [*said, Complete(name, key[1], members, dict(sorted(contributions.items())), self._stop)]
+
+    def _epoch_over(self, paused: Iterable[int], now: float) -> list[Decision]:
+        """Notes how long each has waited for the last, and says what of it could be helped."""
+        workers = {rank: self._workers[rank] for rank in paused}
+        for worker in workers.values():
+            worker.statistics.epoch_seconds += now - worker.asked_at
+        lines: list[Decision] = []
+        if self._leases and self._leases.left:
+            lines.append(
+                Log(
+                    f"pass {self._leases.number} ends with {self._leases.left} of {self._leases.samples} samples unused"
+                    + (": a worker asked to stop" if self._stop else "")
+                )
+            )
+        first = min(workers, key=lambda rank: workers[rank].asked_at)
+        last = max(workers, key=lambda rank: workers[rank].asked_at)
+        waited, lasted = now - workers[first].asked_at, now - workers[first].training_since
+        fixed = not self._leases and not self.consistency.synchronous
+        if fixed and waited > max(_LONG_WAIT, _LARGE_PART * lasted):
+            lines.append(
+                Log(
+                    f"worker {first} waited {waited:.1f} s of {lasted:.1f} s at the end of the epoch, for worker "
+                    f"{last}: with hps.data.ElasticDataset all end it together"
+                )
+            )
+        return lines
 
     def _contradiction(self) -> list[Decision]:
         """All wait and none can be answered: the workers do not agree about what comes next."""
-        alive = [(rank, w) for rank, w in enumerate(self._workers) if w.state is not State.LEFT]
-        if not alive or not all(self._asks(w) for _, w in alive):
+        alive = len(self._workers) - self._numbers[State.LEFT]
+        if not alive or len(self._asking) < alive:
             return []
-        what = ", ".join(f"worker {r} in {self._request(w)}" for r, w in alive)
+        what = ", ".join(f"worker {r} in {self._request(self._workers[r])}" for r in sorted(self._asking))
         return [
             Fail(
                 f"the workers wait for different things, none of which can happen: {what}; is the script the same on "
@@ -333,54 +380,61 @@ class Coordinator:
     def _where(self, *states: State) -> tuple[int, ...]:
         return tuple(rank for rank, w in enumerate(self._workers) if w.state in states)
 
-    @staticmethod
-    def _asks(worker: _Worker) -> bool:
-        return bool(worker.held) or worker.gather is not None
+    def _move(self, rank: int, state: State) -> None:
+        worker = self._workers[rank]
+        before, worker.state = worker.state, state
+        self._numbers[before] -= 1
+        self._numbers[state] += 1
+        if before is State.TRAINING:
+            self._attendance.go(rank)
+        if state is State.TRAINING:
+            self._attendance.come(rank)
+        if State.TRAINING in (before, state):
+            self._pacing.attendance_changed()
 
-    @staticmethod
-    def _request(worker: _Worker) -> str:
+    def _asks(self, rank: int, now: float) -> None:
+        worker = self._workers[rank]
+        worker.asked_at = worker.reminded_at = now
+        self._asking.add(rank)
+        self._attendance.computing.discard(rank)
+
+    def _is_answered(self, rank: int) -> None:
+        worker = self._workers[rank]
+        if worker.held or worker.gather:
+            return
+        self._asking.discard(rank)
+        if worker.state is State.TRAINING:
+            self._attendance.computing.add(rank)
+
+    def _request(self, worker: _Worker) -> str:
         if worker.gather:
             return f"{worker.gather[0]!r} number {worker.gather[1]}"
-        return "a round of " + " and ".join(f"optimizer {g}" for g in sorted(worker.held))
+        return f"{self._pacing.wait} of " + " and ".join(f"optimizer {g}" for g in sorted(worker.held))
 
     def _refuse(self, rank: int, did: str) -> list[Decision]:
         worker = self._workers[rank]
-        waits = f" and waits in {self._request(worker)}" if self._asks(worker) else ""
+        waits = f" and waits in {self._request(worker)}" if rank in self._asking else ""
         return [Fail(f"worker {rank} {did} while it is {worker.state.value}{waits}")]
 
     def _awaited(self, worker: _Worker) -> tuple[int, ...]:
         if worker.gather:
             return self._missing_in_gather(worker.gather)
-        return tuple(sorted({r for index in worker.held for r in self._missing_in_round(index)}))
+        return tuple(sorted({rank for push in worker.held.values() for rank in self._pacing.awaited(push)}))
 
     def _missing_in_gather(self, key: tuple[str, int]) -> tuple[int, ...]:
         given = self._gathers[key]
         return tuple(sorted(self._required(key[0], given) - set(given)))
 
-    def _missing_in_round(self, index: int) -> tuple[int, ...]:
-        return tuple(rank for rank in self._where(State.TRAINING) if rank not in self._groups[index].round)
-
-    def _stand_down(self, worker: _Worker, state: State, now: float) -> None:
+    def _stand_down(self, rank: int, state: State, now: float) -> None:
+        worker = self._workers[rank]
         if state is State.PAUSED and worker.steps > 1:
             worker.statistics.training_seconds += now - worker.training_since
-        worker.state, worker.owes_since = state, now
-
-    @staticmethod
-    def _count(worker: _Worker, push: Push) -> None:
-        if push.group:  # the optimizers of one step share its batch
-            return
-        statistics = worker.statistics
-        worker.steps += 1
-        statistics.pushes += 1
-        statistics.samples += push.samples
-        statistics.last_batch = push.samples or statistics.last_batch
-        if worker.steps > 1:
-            statistics.timed_samples += push.samples
-            statistics.compute_seconds += push.seconds
+        self._move(rank, state)
+        worker.owes_since, worker.answered_at = now, None
 
     def _what_is_owed(self, rank: int, silent: float) -> str:
         worker = self._workers[rank]
-        waiting = [r for r, w in enumerate(self._workers) if self._asks(w)]
+        waiting = sorted(self._asking)
         versions = ", ".join(f"version {g.version} of optimizer {i}" for i, g in enumerate(self._groups))
         return (
             f"worker {rank} fell silent: nothing for {silent:.0f} s after its push number {worker.steps} of this fit; "
@@ -389,9 +443,13 @@ class Coordinator:
         )
 
     def _say_who_is_awaited(self, now: float) -> list[Decision]:
-        waits = [(repr(key[0]), given, self._missing_in_gather(key)) for key, given in sorted(self._gathers.items())]
-        for index, group in enumerate(self._groups):
-            waits.append((f"a round of optimizer {index}", group.round, self._missing_in_round(index)))
+        waits: list[tuple[str, Iterable[int], Iterable[int]]] = [
+            (repr(key[0]), given, self._missing_in_gather(key)) for key, given in sorted(self._gathers.items())
+        ]
+        for index in range(len(self._groups)):
+            held = {r: w.held[index] for r, w in enumerate(self._workers) if index in w.held}
+            slow = {rank for push in held.values() for rank in self._pacing.awaited(push)}
+            waits.append((f"{self._pacing.wait} of optimizer {index}", held, sorted(slow)))
         lines: list[Decision] = []
         for what, given, missing in waits:
             seconds = now - min((self._workers[r].asked_at for r in given), default=now)

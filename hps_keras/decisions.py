@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hps_keras.scheduling import Lease
+
 
 @dataclass(frozen=True)
 class Push:
@@ -21,6 +23,8 @@ class Push:
         rate: The worker's learning rate at that step.
         seconds: Compute time of the step, without waiting.
         present: Which tensors have a gradient, None for all.
+        sync_every: What the worker's `ForcedSync` callback asks for; 0 for nothing, -1 for no forced syncs.
+        wants_lease: Whether the worker needs samples for its next step.
     """
 
     worker: int
@@ -30,6 +34,8 @@ class Push:
     rate: float
     seconds: float = 0.0
     present: tuple[int, ...] | None = None
+    sync_every: int = 0
+    wants_lease: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,22 +49,46 @@ class Take:
 
 @dataclass(frozen=True)
 class Update:
-    """Apply `scale` times the gradient taken so far with learning rate `rate`; the parameters become `version`."""
+    """Apply `scale` times the gradient taken so far with learning rate `rate`; the parameters become `version`.
+
+    `weight` is the staleness weight, which is in `rate` already.
+    """
 
     group: int
     pushes: tuple[Push, ...]
     scale: float
     rate: float
     version: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer `push`; send the parameters when `fresh`; `stop` asks the worker to end its training."""
+    """Answer `push`.
+
+    Attributes:
+        push: The push.
+        version: Version of the group's parameters now.
+        fresh: Send the parameters.
+        stop: Ask the worker to end its training.
+        sync: A forced sync ends: send the parameters of all groups.
+        lease: Samples for its next step; None for none: the pass is over for this worker, if it asked for some.
+    """
 
     push: Push
     version: int
     fresh: bool
+    stop: bool
+    sync: bool = False
+    lease: Lease | None = None
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Answer `worker`, which asked for samples without a push; see :class:`Answer`."""
+
+    worker: int
+    lease: Lease | None
     stop: bool
 
 
@@ -101,4 +131,4 @@ class Fail:
     silent: bool = False
 
 
-Decision = Take | Update | Answer | Complete | Wait | Log | Fail
+Decision = Take | Update | Answer | Grant | Complete | Wait | Log | Fail

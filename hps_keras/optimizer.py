@@ -43,6 +43,7 @@ class Half:
 
     Attributes:
         consistency: The consistency model.
+        sync_every: What `ForcedSync` asks for: steps between forced syncs, 0 for nothing, -1 for none.
         token: Names this optimizer to the server, across several `fit`.
         number: Order of creation; the same on all ranks.
         attached: Whether an exchange picks the stash up; applying gradients without one is an error.
@@ -59,6 +60,7 @@ class Half:
 
     def __init__(self, consistency: Consistency) -> None:
         self.consistency = consistency
+        self.sync_every = 0
         self.token = uuid.uuid4().hex
         self.number = next(_number)
         self.attached = False
@@ -188,7 +190,8 @@ def DistributedOptimizer(optimizer: Any, consistency: Consistency | str | None =
 
     Args:
         optimizer: Any Keras optimizer. In a ``LossScaleOptimizer`` or a ``MultiOptimizer`` the inner ones are wrapped.
-        consistency: ``hps.BSP()`` (default), ``hps.ASP()`` or their names; else ``HPS_CONSISTENCY`` decides.
+        consistency: ``hps.BSP()`` (default), ``hps.ASP()``, ``hps.SSP(3)``, ``hps.WASP(50)`` or their text
+            (``"wasp:50"``); else ``HPS_CONSISTENCY`` decides.
 
     Returns:
         `optimizer` itself. Learning rate, schedule, iterations and config are what they were; it still is an instance
@@ -303,7 +306,7 @@ def describe(optimizer: Any, indices: Sequence[int], steps: int) -> dict[str, An
     variables = [optimizer._trainable_variables[i] for i in indices]
     return describe_plain(optimizer, variables) | {
         "token": half.token,
-        "consistency": str(half.consistency),
+        "consistency": half.consistency.to_json(),
         "iterations": steps // (optimizer.gradient_accumulation_steps or 1),
     }
 
@@ -316,7 +319,8 @@ def describe_plain(optimizer: Any, variables: Sequence[Any]) -> dict[str, Any]:
     """
     serialized = keras.optimizers.serialize(optimizer)
     config = dict(serialized["config"], gradient_accumulation_steps=None, loss_scale_factor=None)
-    config["learning_rate"] = float(_rate(optimizer))  # it travels with every push; the server needs a plain variable
+    # It travels with every push; the server needs a plain variable.
+    config["learning_rate"] = assigned_rate(optimizer) or 0.0
     return {
         "layout": ParameterLayout.of((v.path, v.shape, str(v.dtype)) for v in variables).to_json(),
         "optimizer": dict(serialized, config=config),
@@ -329,11 +333,6 @@ def assigned_rate(optimizer: Any) -> float | None:
     """The learning rate, None when a schedule or a function gives it."""
     variable = slots.own_variables(optimizer)[1:]
     return float(ops.convert_to_numpy(variable[0])) if variable else None
-
-
-def _rate(optimizer: Any) -> float:
-    rate = optimizer._learning_rate
-    return 0.0 if callable(rate) and not isinstance(rate, keras.Variable) else float(ops.convert_to_numpy(rate))
 
 
 def known_classes() -> dict[str, type]:

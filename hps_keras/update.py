@@ -17,6 +17,7 @@ import numpy as np
 from keras import ops
 
 from hps_keras import backends
+from hps_keras.consistency import corrected_momentum
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout, aligned_zeros
 from hps_keras.optimizer import known_classes
@@ -24,6 +25,8 @@ from hps_keras.slots import slots_of
 
 # Each element is updated from its own gradient and slots alone, so that tensors can lie end to end in one variable.
 _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion")
+
+_MOMENTA = ("momentum", "beta_1")
 
 
 class ServerOptimizer:
@@ -37,6 +40,7 @@ class ServerOptimizer:
         layout: The parameters' places in flat buffers.
         gradient: Flat buffer that :meth:`update` reads.
         version: Updates so far; kept from one `fit` to the next.
+        compensation: Strength of the delay compensation, 0 for none; above it, each worker's parameters are kept.
 
     Raises:
         ConfigurationError: The optimizer or a constraint is of a class that this process does not know.
@@ -46,8 +50,14 @@ class ServerOptimizer:
         self.layout = ParameterLayout.from_json(description["layout"])
         self.gradient = self.layout.allocate()
         self.version = 0
+        self.compensation = 0.0
         self._scratch: np.ndarray | None = None
+        self._held: dict[int, np.ndarray] = {}
         self._optimizer, constraints = _deserialize(description)
+        self._given = {n: float(getattr(self._optimizer, n)) for n in _MOMENTA if hasattr(self._optimizer, n)}
+        self._decay = self._optimizer.weight_decay
+        self._chosen: dict[str, float] = {}
+        self._factor = 1.0
         self._flat = _can_be_flat(self._optimizer, description, self.layout)
         if self._flat:
             self._variables = [_variable(np.array(parameters), "float32", "hps")]
@@ -103,6 +113,7 @@ class ServerOptimizer:
         if present is not None and len(present) == 0:
             return
         self._parameters = None  # so that the variable's memory is its own again, and is updated in place
+        rate *= self._factor
         everything = tuple(range(len(self._variables)))
         if present is None or len(present) == len(self.layout.tensors):
             self._updater.apply(scale, rate, everything)
@@ -122,6 +133,65 @@ class ServerOptimizer:
                     place = slice(tensor.offset, tensor.offset + tensor.size)
                     new[place] = old[place]
             variable.assign(new)
+
+    # -- under asynchrony --
+
+    def hold(self, worker: int) -> None:
+        """Notes that a worker holds the present parameters, when there is delay compensation: a copy per worker."""
+        if self.compensation:
+            if worker not in self._held:
+                self._held[worker] = self.layout.allocate()
+            self._held[worker][...] = self.parameters
+
+    def compensate(self, worker: int) -> None:
+        """Corrects the gradient of a worker for what others have changed since the parameters that it holds."""
+        if self.compensation:
+            self.compensate_from(self._held[worker])
+
+    def compensate_from(self, held: np.ndarray) -> None:
+        """Adds lambda g g (theta - held) to the gradient g (DC-ASGD, Zheng 2017).
+
+        Args:
+            held: The parameters that the gradient was computed on, flat.
+        """
+        change = np.subtract(self.parameters, held, out=self.scratch)
+        change *= self.gradient
+        change *= self.gradient
+        change *= np.float32(self.compensation)
+        self.gradient += change
+
+    def correct_momentum(self, workers: int, how: str) -> str | None:
+        """Lowers the momentum by what asynchrony of `workers` adds, see :func:`corrected_momentum`.
+
+        Args:
+            workers: Present workers.
+            how: ``"corrected"``: momentum; ``"corrected_betas"``: Adam's beta_1 as well; ``"as_given"``: none.
+
+        Returns:
+            What was chosen, for the user, or None when nothing has changed.
+        """
+        names = {"as_given": (), "corrected": ("momentum",)}.get(how, _MOMENTA)
+        chosen, self._factor, said = dict(self._given), 1.0, []
+        for name in names:
+            given = self._given.get(name, 0.0)
+            if not 0 < given < 1:
+                continue
+            chosen[name], factor = corrected_momentum(given, workers)
+            said.append(f"{name} {given:g} -> {chosen[name]:.3g}")
+            if name == "momentum":  # Adam's average has weight 1 whatever its beta_1
+                self._factor = factor
+                said[-1] += f", learning rate x{factor:.3g}"
+        if chosen == (self._chosen or self._given):
+            return None
+        self._chosen = chosen
+        for name, value in chosen.items():
+            # Not 0: Keras would leave the slots as they are, stale as they were. 1e-30 of them is nothing in float32.
+            setattr(self._optimizer, name, value or (1e-30 if self._given[name] else 0.0))
+        if self._decay:  # decay is per unit of learning rate, and no momentum adds it up
+            self._optimizer.weight_decay = self._decay / self._factor
+        self._updater.forget()
+        name = type(self._optimizer).__name__
+        return f"{name} with {workers} asynchronous workers: {'; '.join(said) or 'momentum as given'}"
 
     def finalize(self) -> None:
         """Replaces the parameters by their moving averages, where the optimizer keeps some (EMA)."""

@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from hps_keras.layout import aligned_zeros
 CHUNK_BYTES = 8 << 20
 _TAG_HEADER, _TAG_BODY, _TAG_PAYLOAD = 1, 2, 3
 _MAGIC = 0x31535048  # "HPS1"
-_STRUCT = struct.Struct("<I B B H q q q d d q q q q")
+_STRUCT = struct.Struct("<I B B H q q q d d q q q q q q")
 
 
 class Kind(IntEnum):
@@ -39,6 +40,7 @@ class Kind(IntEnum):
     FINALIZE = 4
     EXIT = 5
     LEAVE = 6
+    LEASE = 7
 
     ANSWER = 11
     REPLY = 12
@@ -46,10 +48,12 @@ class Kind(IntEnum):
 
 
 class Flag(IntEnum):
-    """Bits of a header's `flags`."""
+    """Bits of a header's `flags`: of an answer, but for LEASE, with which a push asks for samples."""
 
     FRESH = 1
     STOP = 2
+    SYNC = 4
+    LEASE = 8
 
 
 class Header(NamedTuple):
@@ -67,7 +71,9 @@ class Header(NamedTuple):
         memory: Bytes of memory that the worker can still use, 0 if unknown.
         body: Bytes of JSON that follow.
         payload: Bytes of raw memory that follow.
-        batch_size: Answer: the size of the next batch, 0 to keep it.
+        batch_size: Answer: samples that the worker is lent for its next step, 0 for none.
+        lease: Answer: position of the first of them in the present pass.
+        sync_every: Push: steps per worker between forced syncs that the worker asks for; 0 for nothing, -1 for none.
     """
 
     kind: int
@@ -82,6 +88,8 @@ class Header(NamedTuple):
     body: int = 0
     payload: int = 0
     batch_size: int = 0
+    lease: int = 0
+    sync_every: int = 0
 
     def pack(self) -> bytes:
         """Returns the bytes that travel."""
@@ -297,6 +305,41 @@ class Wire:
             request.Wait()
 
 
+class Outbox:
+    """Messages that are being sent while their sender goes on.
+
+    Args:
+        wire: Sends them.
+        name: Makes a rank's name for errors.
+    """
+
+    def __init__(self, wire: Wire, name: Callable[[int], str]) -> None:
+        self._wire, self._name = wire, name
+        self._sendings: list[tuple[int, Sending]] = []
+
+    def post(self, dest: int, header: Header, body: Any = None, payload: Sequence[np.ndarray] = ()) -> None:
+        """Starts to send a message; its memory must not change before :meth:`flush`."""
+        self.drop_done()
+        self._sendings.append((dest, self._wire.post(dest, header, body, payload)))
+
+    def drop_done(self) -> None:
+        """Forgets what has been sent."""
+        self._sendings = [(dest, sending) for dest, sending in self._sendings if not sending.done()]
+
+    def flush(self) -> None:
+        """Waits until nobody reads our buffers any more.
+
+        Raises:
+            ExchangeTimeout: A rank does not take its message.
+        """
+        for dest, sending in self._sendings:
+            self._wire.patience.until(sending.done, self._wire.timeout, partial(self._takes_nothing, dest))
+        self._sendings = []
+
+    def _takes_nothing(self, dest: int) -> str:
+        return f"{self._name(dest)} has not taken its answer within {self._wire.timeout:g} s (HPS_TIMEOUT)"
+
+
 def chunks(array: np.ndarray) -> Iterator[memoryview]:
     """Cuts a contiguous array into views of at most 8 MiB, writable when it is.
 
@@ -316,8 +359,8 @@ def bundle(arrays: Sequence[np.ndarray]) -> tuple[list[list[Any]], np.ndarray]:
     Returns:
         The description that :func:`unbundle` needs (``[shape, dtype name]`` per array, fit for JSON) and the bytes.
     """
-    described = [[list(a.shape), a.dtype.name] for a in arrays]
-    memory = aligned_zeros(sum(_padded(a.nbytes) for a in arrays), np.uint8)
+    described: list[list[Any]] = [[list(a.shape), a.dtype.name] for a in arrays]
+    memory = aligned_zeros(bundle_bytes(described), np.uint8)
     start = 0
     for array in arrays:
         native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
@@ -326,22 +369,31 @@ def bundle(arrays: Sequence[np.ndarray]) -> tuple[list[list[Any]], np.ndarray]:
     return described, memory
 
 
+def bundle_bytes(described: Sequence[Sequence[Any]]) -> int:
+    """Returns the size of a bundle from its description."""
+    return sum(_padded(_nbytes(*entry)) for entry in described)
+
+
 def unbundle(described: Sequence[Sequence[Any]], memory: np.ndarray) -> list[np.ndarray]:
     """Returns views into `memory`, one per array that :func:`bundle` packed.
 
     Raises:
         ProtocolError: The memory has not the size of the description.
     """
+    wanted = bundle_bytes(described)
+    if wanted != memory.nbytes:
+        how = "short" if memory.nbytes < wanted else "long"
+        raise ProtocolError(f"a bundle of {memory.nbytes} bytes is too {how} for what its description lists")
     arrays, start = [], 0
     for shape, dtype in described:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        if start + nbytes > memory.nbytes:
-            raise ProtocolError(f"a bundle of {memory.nbytes} bytes is too short for what its description lists")
+        nbytes = _nbytes(shape, dtype)
         arrays.append(memory[start : start + nbytes].view(np.dtype(dtype)).reshape(shape))
         start += _padded(nbytes)
-    if start != memory.nbytes:
-        raise ProtocolError(f"a bundle of {memory.nbytes} bytes is too long for what its description lists")
     return arrays
+
+
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
 def _padded(nbytes: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,9 @@ from keras import ops
 from hps_keras import backends, wire
 from hps_keras import optimizer as wrapping
 from hps_keras.cluster import Cluster
-from hps_keras.consistency import parse
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
+from hps_keras.scheduling import Lease
 from hps_keras.slots import state_to_send
 from hps_keras.stash import applied_since
 from hps_keras.wire import Flag, Header, Kind
@@ -45,7 +45,7 @@ class Link:
         header: Header,
         body: Any = None,
         payload: Sequence[np.ndarray] = (),
-        into: Sequence[np.ndarray] | None = None,
+        into: Sequence[np.ndarray] | Callable[[Header], Sequence[np.ndarray]] | None = None,
     ) -> tuple[Header, Any, np.ndarray | None]:
         """Sends a request and waits for its answer.
 
@@ -53,7 +53,7 @@ class Link:
             header: The request's head.
             body: What JSON holds of it, or None.
             payload: The arrays that follow.
-            into: Where the answer's payload goes. None: into new memory, as bytes.
+            into: Where the answer's payload goes, perhaps by what its head says. None: into new memory, as bytes.
 
         Returns:
             The answer's header, its body, and its payload when `into` is None and there is one.
@@ -68,7 +68,7 @@ class Link:
             fresh = self._wire.bytes_of(self.server, answer)
         elif answer.payload:
             assert into is not None
-            self._wire.receive(self.server, answer, into)
+            self._wire.receive(self.server, answer, into(answer) if callable(into) else into)
         what = f"{self._cluster.name(self.server)} answered but did not take the whole of {self._what(header)}"
         self._wire.patience.until(sending.done, self._wire.timeout, lambda: what)
         return answer, text, fresh
@@ -151,6 +151,9 @@ class Exchange:
         self.groups: list[_Group] = []
         self.samples = 0  # since the last synchronisation, the weight of this worker's statistics
         self.stop_asked = False
+        self.feed: Any = None  # a data.Feed when the server lends the samples
+        self.epoch_over = False  # it has no more of this pass for this worker
+        self.metrics: dict[str, float] = {}  # of the last epoch's exchange, over all workers
         self.last_seconds = 0.0
         self._started = False
         self._moving: tuple[list[tuple[Any, np.ndarray]], np.ndarray] = ([], np.zeros(0, np.uint8))
@@ -167,8 +170,10 @@ class Exchange:
 
     def enter(self, epochs: int | None, initial_epoch: int) -> int:
         """Joins the others; returns the epoch with which the chief begins."""
-        body, _ = self.link.gather("enter", {"epochs": epochs, "initial_epoch": initial_epoch})
-        self.chief, self.server_returns = body["chief"] == self.rank, body["returns"]
+        data = self.feed and {n: int(getattr(self.feed, n)) for n in ("samples", "batch_size", "seed")}
+        body, _ = self.link.gather("enter", {"epochs": epochs, "initial_epoch": initial_epoch, "data": data})
+        self.chief, self.server_returns, self._seed = body["chief"] == self.rank, body["returns"], body["seed"]
+        self._begin_pass(body["leases"])
         # Only now: a callback may have loaded a checkpoint when training began.
         self._steps = {id(o): int(ops.convert_to_numpy(o._iterations)) for o in wrapping.wrapped_in(self.model)}
         for wrapped in wrapping.wrapped_in(self.model):
@@ -178,6 +183,12 @@ class Exchange:
         if self.model.built:
             self.start()
         return int(body["initial_epoch"])
+
+    def _begin_pass(self, leases: Any) -> None:
+        self.epoch_over = False
+        if self.feed is not None and leases:
+            first = {rank: Lease(start, samples) for rank, start, samples in leases["first"]}
+            self.feed.start(self._seed, leases["number"], first[self.rank])
 
     def start(self) -> None:
         """Gives this model the chief's weights, and declares its optimizer when that needs no first step."""
@@ -233,7 +244,7 @@ class Exchange:
                 group.optimizer._iterations.assign_add(steps - self._steps[id(group.optimizer)])
                 if rate is not None and wrapping.assigned_rate(group.optimizer) is not None:
                     group.optimizer.learning_rate = rate
-        self.synchronous = parse(str(self.groups[0].optimizer.__dict__["_hps"].consistency)).synchronous
+        self.synchronous = self.groups[0].optimizer.__dict__["_hps"].consistency.synchronous
 
     # -- every step --
 
@@ -255,9 +266,22 @@ class Exchange:
                     "optimizer.build(generator.trainable_variables)"
                 )
         self.samples += step.samples
+        self._lent = self.feed is None  # or is to be asked for: the first push of a step asks for the next one's
         for group in self.groups:
             self._exchange(group, step)
+        if not self._lent:
+            answer, _, _ = self.link.request(Header(Kind.LEASE))
+            self._take_lease(answer)
         return step.result()
+
+    def _take_lease(self, answer: Header) -> None:
+        self._lent = True
+        if answer.batch_size:
+            self.feed.grant(Lease(answer.lease, answer.batch_size))
+        else:
+            self.epoch_over = True
+        if answer.flags & Flag.STOP:
+            self.stop_asked = True
 
     def _exchange(self, group: _Group, step: backends.Step) -> None:
         stash = step.stash(group.optimizer)
@@ -287,18 +311,32 @@ class Exchange:
                 body = [group.place[v] for v in stash.present if v in group.place]
         header = Header(
             Kind.PUSH,
+            flags=0 if self._lent else Flag.LEASE,
             group=group.index,
             version=group.version,
             samples=samples,
             rate=stash.rate,
             seconds=self.last_seconds,
+            sync_every=group.optimizer.__dict__["_hps"].sync_every,
         )
-        answer, _, _ = self.link.request(header, body, payload, into=[group.into])
+        answer, versions, _ = self.link.request(header, body, payload, into=partial(self._memory, group))
         group.version = answer.version
-        if answer.flags & Flag.FRESH:
-            step.assign(group.optimizer, group.variables, group.layout, group.into)
+        for fresh, version in zip(self._fresh(group, answer), versions or [answer.version]):
+            fresh.version = version
+            step.assign(fresh.optimizer, fresh.variables, fresh.layout, fresh.into)
+        if not self._lent:
+            self._take_lease(answer)
         if answer.flags & Flag.STOP:
             self.stop_asked = True
+
+    def _fresh(self, group: _Group, answer: Header) -> list[_Group]:
+        """The groups whose parameters come with an answer to one group's push: all at the end of a forced sync."""
+        if answer.flags & Flag.SYNC:
+            return self.groups
+        return [group] if answer.flags & Flag.FRESH else []
+
+    def _memory(self, group: _Group, answer: Header) -> list[np.ndarray]:
+        return [fresh.into for fresh in self._fresh(group, answer)]
 
     # -- the ends --
 
@@ -312,13 +350,14 @@ class Exchange:
         owned = {id(g.optimizer._trainable_variables[i]) for g in self.groups for i in g.variables}
         extras = _moving_variables(self.model, owned)
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in extras])
-        body = {"extras": described, "stop": stop}
+        body = {"extras": described, "stop": stop, "unused": self.feed is not None and self.feed.unused}
         into = [g.into for g in self.groups] + [memory]
         text, _ = self.link.gather("pause", body, self.samples, [memory] if memory.nbytes else (), into)
         for group, version in zip(self.groups, text["versions"]):
             group.version = version
             # TensorFlow runs the step that finds no more data, too; its counting does not wait for the data.
             group.count = _count(group.optimizer)
+        self.metrics = text["metrics"]
         self._moving = list(zip(extras, wire.unbundle(described, memory))), memory
         self._set()
         self.samples = 0
@@ -343,7 +382,9 @@ class Exchange:
 
     def resume(self, stop: bool, last: bool) -> bool:
         """Ends the pause after an epoch, perhaps the `last`, with all others; returns whether one wants to stop."""
-        return bool(self._share_changes("resume", {"stop": stop, "last": last})["stop"])
+        text = self._share_changes("resume", {"stop": stop, "last": last})
+        self._begin_pass(text["leases"])
+        return bool(text["stop"])
 
     def _share_changes(self, gather: str, body: dict[str, Any]) -> Any:
         """Gathers with all others, and gives all of them the chief's weights if callbacks have changed some since."""
@@ -389,7 +430,7 @@ class Exchange:
 
 def _differs(variable: Any, value: np.ndarray) -> bool:
     now = np.asarray(ops.convert_to_numpy(variable)).astype(value.dtype)
-    return not (np.array_equal(now, value) or np.array_equal(now, value, equal_nan=now.dtype.kind == "f"))
+    return not np.array_equal(now, value, equal_nan=now.dtype.kind == "f")
 
 
 def _same(value: Any) -> Any:
@@ -451,10 +492,10 @@ def check_model(model: Any) -> None:
             f"steps_per_execution={model.steps_per_execution}: gradients are exchanged after every step, so several "
             "steps cannot run as one; compile with steps_per_execution=1"
         )
-    models = {str(o.__dict__["_hps"].consistency) for o in wrapping.wrapped_in(model)}
+    models = {o.__dict__["_hps"].consistency for o in wrapping.wrapped_in(model)}
     if len(models) > 1:
         raise ConfigurationError(
-            f"the optimizers of model {model.name!r} have different consistency models {sorted(models)}"
+            f"the optimizers of model {model.name!r} have different consistency models {sorted(map(str, models))}"
         )
     if keras.backend.backend() == "tensorflow" and model.distribute_strategy.num_replicas_in_sync > 1:
         raise ConfigurationError(

@@ -56,7 +56,7 @@ def test_the_variable_is_read_when_it_is_needed(monkeypatch):
         ("async", {}, r"consistency='async': use one of asp, bsp"),
         ("", {}, r"consistency='': use one of asp, bsp"),
         (None, {"HPS_CONSISTENCY": "sync"}, r"HPS_CONSISTENCY='sync': use one of asp, bsp"),
-        (3, {}, r"consistency=3: use hps\.BSP\(\), hps\.ASP\(\) or their names"),
+        (3, {}, r"consistency=3: use hps\.BSP\(\), hps\.ASP\(\), hps\.SSP\(3\), hps\.WASP\(50\), or"),
         (BSP, {}, r"consistency=<class .*BSP'>: use hps\.BSP\(\)"),
     ],
 )

@@ -1,11 +1,12 @@
 """The table that a run ends with, and the numbers in it."""
 
+import json
 from collections import Counter
 
 import pytest
 
-from hps_keras.coordinator import WorkerStatistics
-from hps_keras.telemetry import Summary, row
+from hps_keras.accounts import WorkerStatistics
+from hps_keras.telemetry import Summary, epoch_logs, row
 
 NOTHING = (WorkerStatistics(), 0, 0)
 
@@ -22,7 +23,14 @@ def test_a_row_tells_what_a_worker_did():
         training_seconds=4.0,
         compute_seconds=3.0,
         waiting_seconds=0.5,
+        sync_seconds=0.25,
+        epoch_seconds=0.75,
+        syncs=3,
         staleness=Counter({0: 4, 1: 2, 5: 2}),
+        weights=6.0,
+        steps_timed=2,
+        step_seconds=0.6,
+        step_squares=0.2,
     )
     assert row(2, (now, 4000, 6000), NOTHING) == {
         "worker": 2,
@@ -32,8 +40,15 @@ def test_a_row_tells_what_a_worker_did():
         "samples_per_second": 70.0,
         "compute_seconds": 3.0,
         "waiting_seconds": 0.5,
+        "sync_seconds": 0.25,
+        "epoch_wait_seconds": 0.75,
+        "syncs": 3,
         "mean_staleness": 1.5,
         "max_staleness": 5,
+        "staleness": {"0": 4, "1": 2, "5": 2},
+        "mean_weight": 0.75,
+        "step_seconds": 0.3,
+        "step_seconds_std": pytest.approx(0.1),
         "bytes_up": 4000,
         "bytes_down": 6000,
     }
@@ -60,7 +75,8 @@ def test_a_row_leaves_out_what_was_done_in_earlier_fits():
 
 def test_a_worker_that_did_nothing_has_a_row_of_zeros():
     """Also one whose only step compiled: there is no time to divide by."""
-    assert set(row(0, NOTHING, NOTHING).values()) == {0}
+    zeros = row(0, NOTHING, NOTHING)
+    assert zeros.pop("staleness") == {} and set(zeros.values()) == {0}
     first = row(0, (did(pushes=1, samples=32, staleness=Counter({0: 1})), 0, 0), NOTHING)
     assert (first["batch_size"], first["samples_per_second"], first["mean_staleness"]) == (32.0, 0.0, 0.0)
 
@@ -72,9 +88,9 @@ def summary(**more):
             (did(pushes=1200, samples=76800, timed_samples=76736, training_seconds=8.0), 2_500_000, 3_000_000),
             NOTHING,
         ),
-        row(1, (did(pushes=7, samples=100, staleness=Counter({0: 3, 12: 1})), 0, 0), NOTHING),
+        row(1, (did(pushes=7, samples=100, staleness=Counter({0: 3, 12: 1}), weights=2.0), 0, 0), NOTHING),
     ]
-    return Summary.of({"consistency": "asp", "updates": [1207], "workers": rows} | more)
+    return Summary.of({"consistency": "asp", "updates": [1207], "workers": rows, "server": {}, "notes": []} | more)
 
 
 def test_the_first_line_sums_up():
@@ -84,14 +100,44 @@ def test_the_first_line_sums_up():
 
 
 def test_the_table_has_a_row_for_each_worker_under_one_head():
-    _, head, *rows = str(summary()).splitlines()
+    _, head, *rows, histogram = str(summary()).splitlines()
     assert head.split()[0] == "worker" and len(rows) == 2
-    assert rows[0].split() == ["0", "1200", "64", "9592", "0.0", "0.0", "0.00", "0", "2.5", "3.0"]
-    assert rows[1].split() == ["1", "7", "14.29", "0", "0.0", "0.0", "3.00", "12", "0.0", "0.0"]
+    assert rows[0].split() == ["0", "1200", "64", "9592", "0.0", "0.0", "0.0", "0.00", "0", "0.000", "2.5", "3.0"]
+    assert rows[1].split() == ["1", "7", "14.29", "0", "0.0", "0.0", "0.0", "3.00", "12", "0.500", "0.0", "0.0"]
+    assert histogram.split("  ")[1:] == ["0-1: 75%", "2-3: 0%", "4-5: 0%", "6-7: 0%", "8-9: 0%", "10-11: 0%", "12: 25%"]
+
+
+def test_forced_syncs_are_told_where_there_were_some():
+    met = row(0, (did(pushes=9, syncs=4, waiting_seconds=2.0, sync_seconds=1.5), 0, 0), NOTHING)
+    first, head, line = str(summary(consistency="wasp:5", workers=[met])).splitlines()
+    assert first.startswith("WASP:5, ") and first.endswith(", 4 forced syncs")
+    assert line[head.index("in syncs") : head.index("in syncs") + 8].split() == ["1.5"]
+    assert "in syncs" not in str(summary())
+
+
+def test_notes_stand_at_the_end():
+    assert str(summary(notes=["momentum 0.9 -> 0.6"])).splitlines()[-1] == "momentum 0.9 -> 0.6"
+
+
+def test_a_saved_summary_is_the_same(tmp_path):
+    summary(notes=["a"], server={"push_seconds": 0.25}).save(tmp_path / "run.json")
+    loaded = Summary.of(json.loads((tmp_path / "run.json").read_text()))
+    assert loaded == summary(notes=["a"], server={"push_seconds": 0.25})
+
+
+def test_the_logs_of_an_epoch_weigh_each_gradient_alike():
+    rows = [
+        row(0, (did(staleness=Counter({1: 30}), weights=15.0, epoch_seconds=3.0, syncs=2), 0, 0), NOTHING),
+        row(1, (did(staleness=Counter({5: 10}), weights=1.0, epoch_seconds=1.0, syncs=2), 0, 0), NOTHING),
+    ]
+    logs = epoch_logs(rows, synchronous=False)
+    assert (logs["hps/staleness"], logs["hps/weight"], logs["hps/syncs"]) == (2.0, 0.4, 2.0)
+    assert logs["hps/epoch_wait_seconds"] == 2.0
+    assert set(epoch_logs(rows, synchronous=True)) == {"hps/waiting_seconds", "hps/epoch_wait_seconds"}
 
 
 def test_columns_stand_under_their_heads():
-    _, head, *rows = str(summary()).splitlines()
+    _, head, *rows, _ = str(summary()).splitlines()
     assert {len(line) for line in rows} == {len(head)}
     for title in (
         "worker",
@@ -100,8 +146,10 @@ def test_columns_stand_under_their_heads():
         "samples/s",
         "compute s",
         "waiting s",
+        "epoch end s",
         "staleness",
         "max",
+        "weight",
         "MB up",
         "MB down",
     ):
@@ -110,5 +158,5 @@ def test_columns_stand_under_their_heads():
 
 
 def test_no_worker_makes_no_table():
-    empty = Summary.of({"consistency": "bsp", "updates": [], "workers": []})
+    empty = summary(consistency="bsp", updates=[], workers=[])
     assert empty.samples_per_second == 0.0 and str(empty).startswith("BSP, 0 workers")

@@ -123,11 +123,20 @@ class Step(ABC):
     def stash(self, optimizer: Any) -> Stash:
         """What the optimizer left behind in the last step."""
 
-    @abstractmethod
     def gradients(
         self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
     ) -> None:
         """Copies the stashed gradients of `variables` (indices) into `views`, zeros where one has none."""
+        having = set(present)
+        for index, view in zip(variables, views):
+            if index in having:
+                self.copy_gradient(optimizer, index, view)
+            else:
+                view.fill(0)
+
+    @abstractmethod
+    def copy_gradient(self, optimizer: Any, index: int, view: np.ndarray) -> None:
+        """Copies the stashed gradient of one variable into `view`."""
 
     @abstractmethod
     def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
@@ -148,6 +157,11 @@ class Updater(ABC):
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[np.ndarray]) -> None:
         self.optimizer, self.variables, self.gradients = optimizer, list(variables), list(gradients)
+        self._functions: dict[tuple[int, ...], Any] = {}  # compiled updates, by the tensors present
+
+    def forget(self) -> None:
+        """Constants of the optimizer have changed: what was compiled with the old ones is void."""
+        self._functions.clear()
 
     @abstractmethod
     def apply(self, scale: float, rate: float, present: tuple[int, ...]) -> None:

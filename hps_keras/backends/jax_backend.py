@@ -54,15 +54,8 @@ class BackendStep(Step):
         count, rate, mask = np.asarray(self._state[2][self._place(optimizer)[0]])
         return Stash(int(count), float(rate), optimizer.__dict__["_hps"].masks[int(mask)])
 
-    def gradients(
-        self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
-    ) -> None:
-        places = self._place(optimizer)[1]
-        for index, view in zip(variables, views):
-            if index in present:
-                view[...] = np.asarray(self._state[2][places[index]])
-            else:
-                view.fill(0)
+    def copy_gradient(self, optimizer: Any, index: int, view: np.ndarray) -> None:
+        view[...] = np.asarray(self._state[2][self._place(optimizer)[1][index]])
 
     def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
         places = self._place(optimizer)[2]
@@ -109,7 +102,6 @@ class BackendUpdater(Updater):
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[np.ndarray]) -> None:
         super().__init__(optimizer, variables, gradients)
-        self._functions: dict[tuple[int, ...], Any] = {}
         self._rate = next(i for i, v in enumerate(optimizer.variables) if v is optimizer._learning_rate)
 
     def apply(self, scale: float, rate: float, present: tuple[int, ...]) -> None:

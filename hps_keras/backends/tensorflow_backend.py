@@ -37,15 +37,8 @@ class BackendStep(Step):
         count, rate, mask = half.meta.value.numpy()
         return Stash(int(count), float(rate), half.masks[int(mask)] if half.masks else ())
 
-    def gradients(
-        self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
-    ) -> None:
-        stash = optimizer.__dict__["_hps"].gradients
-        for index, view in zip(variables, views):
-            if index in present:
-                view[...] = _shared(stash[index].value)
-            else:
-                view.fill(0)
+    def copy_gradient(self, optimizer: Any, index: int, view: np.ndarray) -> None:
+        view[...] = _shared(optimizer.__dict__["_hps"].gradients[index].value)
 
     def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
         known = self._assign.get(id(optimizer))
@@ -93,7 +86,6 @@ class BackendUpdater(Updater):
         self._tensors = [
             tf.experimental.dlpack.from_dlpack(g.__dlpack__()) if g.size else tf.zeros(g.shape) for g in self.gradients
         ]
-        self._functions: dict[tuple[int, ...], Any] = {}
         self._compile = sum(g.size for g in self.gradients) >= _COMPILE_FROM
 
     def apply(self, scale: float, rate: float, present: tuple[int, ...]) -> None:

@@ -26,17 +26,9 @@ class BackendStep(Step):
     def stash(self, optimizer: Any) -> Stash:
         return optimizer.__dict__["_hps"].latest
 
-    def gradients(
-        self, optimizer: Any, variables: Sequence[int], present: Sequence[int], views: Sequence[np.ndarray]
-    ) -> None:
-
-        stash = optimizer.__dict__["_hps"].gradients
+    def copy_gradient(self, optimizer: Any, index: int, view: np.ndarray) -> None:
         with torch.no_grad():
-            for index, view in zip(variables, views):
-                if index in present:
-                    torch.from_numpy(view).copy_(stash[index])
-                else:
-                    view.fill(0)
+            torch.from_numpy(view).copy_(optimizer.__dict__["_hps"].gradients[index])
 
     def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
 

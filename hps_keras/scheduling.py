@@ -1,0 +1,105 @@
+"""Who trains on what: the leases of one shared, shuffled stream of samples.
+
+An epoch is one pass over the samples. The server lends them out in ranges of positions, a batch at a time, as workers
+ask: a fast worker takes more of them, all run out together, and each sample is used once in a pass. Which sample stands
+at a position is the same on all ranks: :func:`permutation`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hps_keras.errors import ConfigurationError
+
+
+class Lease(NamedTuple):
+    """Positions ``start`` to ``start + samples - 1`` of the present pass, lent to one worker."""
+
+    start: int
+    samples: int
+
+
+def permutation(samples: int, seed: int, number: int) -> np.ndarray:
+    """Returns the order of the samples in pass `number`: (samples,) int32, or int64 from 2^31 samples on."""
+    order = np.random.Generator(np.random.Philox(key=[seed, number])).permutation(samples)
+    return order if samples > np.iinfo(np.int32).max else order.astype(np.int32)
+
+
+class Leases:
+    """Lends the samples of one pass after another.
+
+    A lease is *open* until the worker's next push, which holds the gradient of all that is open for it.
+
+    Args:
+        samples: Samples in a pass.
+        batch_sizes: Samples of one lease, per worker.
+
+    Attributes:
+        number: The present pass, counted from 1; 0 before the first.
+
+    Raises:
+        ConfigurationError: Too few samples for every worker to get one.
+    """
+
+    def __init__(self, samples: int, batch_sizes: Mapping[int, int]) -> None:
+        if samples < len(batch_sizes):
+            raise ConfigurationError(
+                f"the ElasticDataset holds {samples} samples for {len(batch_sizes)} workers: each needs one at least"
+            )
+        self.samples, self.number = samples, 0
+        self._batch_sizes = dict(batch_sizes)
+        self._next = samples
+        self._returned: deque[Lease] = deque()
+        self._open: dict[int, list[Lease]] = {worker: [] for worker in batch_sizes}
+
+    @property
+    def left(self) -> int:
+        """Samples of this pass that nobody has taken, or that came back."""
+        return self.samples - self._next + sum(lease.samples for lease in self._returned)
+
+    def begin(self, workers: Sequence[int]) -> dict[int, Lease]:
+        """Begins a pass: lends to each worker once, so that none goes without."""
+        self.number += 1
+        self._next = 0
+        self._returned.clear()
+        fair = self.samples // len(workers)
+        return {worker: self._lend(worker, min(self._batch_sizes[worker], fair)) for worker in workers}
+
+    def take(self, worker: int) -> Lease | None:
+        """Lends the next samples to a worker; None when the pass has no more."""
+        wanted = self._batch_sizes[worker]
+        if self._returned:
+            lease = self._returned.popleft()
+            if lease.samples > wanted:
+                self._returned.appendleft(Lease(lease.start + wanted, lease.samples - wanted))
+                lease = Lease(lease.start, wanted)
+            self._open[worker].append(lease)
+            return lease
+        return self._lend(worker, min(wanted, self.samples - self._next)) if self._next < self.samples else None
+
+    def _lend(self, worker: int, samples: int) -> Lease:
+        lease = Lease(self._next, samples)
+        self._next += samples
+        self._open[worker].append(lease)
+        return lease
+
+    def pushed(self, worker: int) -> None:
+        """A worker's push holds the gradient of all that was lent to it."""
+        self._open[worker].clear()
+
+    def give_back(self, worker: int, everything: bool) -> int:
+        """Takes back what a worker will not train; returns how many samples that are.
+
+        Args:
+            worker: The worker.
+            everything: All that is open (it has gone) or only the last lease (it ends its epoch before that one).
+        """
+        lent = self._open[worker]
+        back = list(lent) if everything else lent[-1:]
+        del lent[len(lent) - len(back) :]
+        self._returned.extend(back)
+        return sum(lease.samples for lease in back)
