@@ -56,6 +56,7 @@ $(TREE): FORCE
 	@ln -s $(CURDIR)/hps_keras/*.py $(CURDIR)/hps_keras/py.typed $@/
 	@ln -s $(CURDIR)/hps_keras/backends $@/backends
 	@ln -s $(CURDIR)/callbacks $@/callbacks
+	@ln -s $(CURDIR)/hps_keras/simulate $@/simulate
 .PHONY: FORCE
 FORCE:
 

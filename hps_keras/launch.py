@@ -2,7 +2,8 @@
 
 `hpsrun -np 4 train.py --epochs 3` finds the MPI library that mpi4py uses, takes that library's own launcher with the
 options that root, few cores and containers need, and passes everything behind the script on untouched. Its exit code
-is the job's; whatever ends hpsrun ends the job, and no process is left behind. `hpsrun check` tests an installation.
+is the job's; whatever ends hpsrun ends the job, and no process is left behind. `hpsrun check` tests an installation,
+`hpsrun simulate` runs a training in virtual time.
 
 This module never joins MPI and never loads Keras.
 """
@@ -34,6 +35,7 @@ Start a Keras script on several MPI ranks: the last rank becomes the parameter s
   hpsrun -np 4 -m package.module        a module
   hpsrun -np 4 python train.py          a program; `python` is the one of this environment
   hpsrun check [-np 4]                  test the installation and say what to repair
+  hpsrun simulate --workers 64 ...      say in virtual time what a run would be like
 """
 _EPILOG = """\
 Each option stands for a variable of the environment, so that `mpiexec` and `srun` do the same without hpsrun.
@@ -71,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             from hps_keras.check import main as check
 
             sys.exit(check(arguments[1:]))
+        if arguments[:1] == ["simulate"]:
+            from hps_keras.simulate.cli import main as simulate
+
+            sys.exit(simulate(arguments[1:]))
         sys.exit(_run(arguments))
     except HpsError as error:
         print(f"hpsrun: {error}", file=sys.stderr)
@@ -109,7 +115,10 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options in front of the script."""
     parser = argparse.ArgumentParser(
         prog="hpsrun",
-        usage="hpsrun -np N [options] (script.py | -m module | program) [arguments ...]\n       hpsrun check [options]",
+        usage=(
+            "hpsrun -np N [options] (script.py | -m module | program) [arguments ...]\n"
+            "       hpsrun check [options]\n       hpsrun simulate [options]"
+        ),
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

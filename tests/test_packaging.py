@@ -30,6 +30,7 @@ def test_every_package_is_mapped_to_a_folder(config):
         "hps_keras": "hps_keras",
         "hps_keras.backends": "hps_keras/backends",
         "hps_keras.callbacks": "callbacks",
+        "hps_keras.simulate": "hps_keras/simulate",
     }
     assert set(lines(config["options"]["packages"])) == set(mapping)
     for folder in mapping.values():
@@ -41,7 +42,7 @@ def test_every_package_is_mapped_to_a_folder(config):
 
 def test_extras_are_complete_and_uncapped(config):
     extras = config["options.extras_require"]
-    wanted = {"tensorflow", "jax", "torch", "mpich", "openmpi", "horovod", "examples", "docs", "dev"}
+    wanted = {"tensorflow", "jax", "torch", "mpich", "openmpi", "horovod", "examples", "simulate", "docs", "dev"}
     assert wanted <= set(extras)
     required = lines(config["options"]["install_requires"])
     for requirement in required + [line for extra in extras.values() for line in lines(extra)]:

@@ -1,0 +1,424 @@
+"""A training run in virtual time, decided by the very coordinator that decides real ones.
+
+A heap holds what reaches the servers and when. What follows from it is decided by the real
+:class:`hps_keras.coordinator.Coordinator` with the real consistency models and leases; here is only what takes time:
+
+- A worker computes, sends its gradient over its link, and waits for the answer.
+- The servers' interface receives, and sends, one message after another: two queues, one for each direction. A transfer
+  lasts as long as the slower of link and interface needs; a slow link keeps the interface busy only for the time that
+  the interface needs for the bytes.
+- The servers take gradients in, update and answer one after another: a third queue.
+
+Joining and leaving take no time, and neither do evaluation, callbacks and validation at the ends of epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Protocol
+
+import numpy as np
+
+from hps_keras.coordinator import Coordinator
+from hps_keras.decisions import Answer, Complete, Decision, Fail, Log, Push, Take, Update
+from hps_keras.errors import ConfigurationError, ProtocolError
+from hps_keras.scheduling import Lease
+from hps_keras.simulate.report import WAITS, Report
+from hps_keras.simulate.scenario import Scenario, finish_time, speed_profile
+
+_BLOCK = 64  # jitter factors that are drawn at once
+
+
+class Arithmetic(Protocol):
+    """What is computed while virtual time passes: nothing (timing), or a real model's training (numeric)."""
+
+    def rate(self, worker: int) -> float:
+        """Returns the learning rate of the push that a worker sends now."""
+
+    def take(self, push: Push, factor: float, first: bool, lease: Lease | None) -> None:
+        """Computes the gradient of a push, on what its worker holds, and adds `factor` times it; anew when `first`."""
+
+    def update(self, decision: Update) -> dict[str, float] | None:
+        """Applies what was taken; returns what the parameters are worth now, if that was looked at."""
+
+    def answer(self, worker: int) -> None:
+        """A worker holds the present parameters from now on."""
+
+    def begin_pass(self, number: int) -> None:
+        """A pass over the samples begins, counted from 1."""
+
+    def epoch_end(self, epoch: int, now: float) -> dict[str, float] | None:
+        """All hold the same parameters; returns what they are worth, e.g. an accuracy."""
+
+
+class NoArithmetic:
+    """Timing mode: nothing is computed."""
+
+    def rate(self, worker: int) -> float:
+        """Returns 1, so that an update's rate is its weight."""
+        return 1.0
+
+    def take(self, push: Push, factor: float, first: bool, lease: Lease | None) -> None:
+        """Does nothing."""
+
+    def update(self, decision: Update) -> None:
+        """Does nothing."""
+
+    def answer(self, worker: int) -> None:
+        """Does nothing."""
+
+    def begin_pass(self, number: int) -> None:
+        """Does nothing."""
+
+    def epoch_end(self, epoch: int, now: float) -> dict[str, float] | None:
+        """Knows nothing."""
+        return None
+
+
+@dataclass
+class _Machine:
+    """One worker: what it does, and what it has done.
+
+    Attributes:
+        jitter: Factors of its steps' times.
+        profile: When its speed changes.
+        lost_at: When it is lost.
+        request: What is on its way to the server or waits there: ``push``, the name of a gather, or ``lost``.
+        sent_at: When that left.
+        ticket: Number of the event in which it arrives.
+        held_since: Since when the server has let it wait; None while it does not.
+        samples: Samples of the step.
+        steps_left: Steps to the end of the epoch, when it has a shard of its own.
+    """
+
+    jitter: Iterator[float]
+    profile: Sequence[tuple[float, float]]
+    lost_at: float = math.inf
+    noticed_after: float = 0.0
+    lease: Lease | None = None
+    steps_left: int = 0
+    version: int = 0
+    request: str = ""
+    sent_at: float = 0.0
+    ticket: int = 0
+    held_since: float | None = None
+    samples: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    total_samples: int = 0
+    compute: float = 0.0
+    exchange: float = 0.0
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAITS, 0.0))
+    staleness: Counter[int] = field(default_factory=Counter)
+    bytes_up: int = 0
+    bytes_down: int = 0
+    gone: bool = False
+
+
+def _factors(jitter: float, seed: int, worker: int) -> Iterator[float]:
+    random = np.random.Generator(np.random.Philox(key=[seed, worker]))
+    while True:
+        if not jitter:
+            yield 1.0
+            continue
+        yield from np.maximum(0.05, 1 + jitter * random.standard_normal(_BLOCK)).tolist()
+
+
+class Simulation:
+    """Runs a scenario once.
+
+    Args:
+        scenario: What to run.
+        arithmetic: What to compute on the way; nothing unless given.
+    """
+
+    def __init__(self, scenario: Scenario, arithmetic: Arithmetic | None = None) -> None:
+        self._scenario = scenario
+        self._arithmetic: Arithmetic = NoArithmetic() if arithmetic is None else arithmetic
+        self._coordinator = Coordinator(len(scenario.workers), scenario.consistency, math.inf, 0.0)
+        failures = {f.worker: f for f in scenario.failures}
+        self._machines = [
+            _Machine(_factors(w.jitter, scenario.seed, n), speed_profile(scenario.slowdowns, n))
+            for n, w in enumerate(scenario.workers)
+        ]
+        for rank, failure in failures.items():
+            self._machines[rank].lost_at, self._machines[rank].noticed_after = failure.at, failure.noticed_after
+        self._leased = scenario.samples is not None
+        server = scenario.server
+        self._transfer = scenario.model_bytes / (server.count * server.bandwidth)
+        self._push_seconds = server.push_seconds / server.count
+        self._update_seconds = server.update_seconds / server.count
+        # What a slow link adds to the time that the interface needs.
+        self._excess = [max(0.0, scenario.model_bytes / w.link.bandwidth - self._transfer) for w in scenario.workers]
+        self._events: list[tuple[float, int, int]] = []
+        self._count = 0  # of events; equal times are handled in the order in which they were planned
+        self._free_in = self._free_out = 0.0
+        self._now = 0.0  # the servers' own time: when they are free
+        self._busy = {"receiving": 0.0, "sending": 0.0, "updating": 0.0}
+        self._sequence = 0
+        self._epoch = 0
+        self._epoch_began = 0.0
+        self._ended = 0.0
+        self._epochs: list[float] = []
+        self._history: list[dict[str, float]] = []
+        self._notes: list[str] = []
+        self._updates = self._syncs = 0
+        self._weights = 0.0
+        self._done = False
+
+    def run(self) -> Report:
+        """Runs to the end.
+
+        Raises:
+            ConfigurationError: All workers are lost before the end.
+            ProtocolError: The coordinator found a contradiction, which would be a mistake of this package.
+        """
+        everyone = range(len(self._machines))
+        for name in ("enter", "weights", "declare"):
+            for rank in everyone:
+                self._carry_out(self._coordinator.gather(rank, name, 1, None, 0.0))
+        while self._events and not self._done:
+            self._handle(*heappop(self._events))
+        if not self._done:
+            if all(m.gone for m in self._machines):
+                raise ConfigurationError(
+                    f"fail: all workers are lost by second {self._now:.6g}, in epoch {self._epoch + 1} of "
+                    f"{self._scenario.epochs}: leave one alive, or fewer epochs"
+                )
+            waiting = {m.request for m in self._machines if not m.gone}
+            raise ProtocolError(f"at second {self._now:.6g} all wait for ever, in {', '.join(sorted(waiting))}")
+        for rank in everyone:
+            if not self._machines[rank].gone:
+                self._carry_out(self._coordinator.exit(rank, self._now))
+                self._carry_out(self._coordinator.leave(rank, self._now))
+        return self._report()
+
+    # -- workers --
+
+    def _work(self, rank: int, now: float) -> None:
+        """A worker goes on at `now`: with a step, or to the end of the epoch."""
+        machine, worker = self._machines[rank], self._scenario.workers[rank]
+        if machine.lost_at <= now:
+            self._lose(rank, now)
+            return
+        if self._leased:
+            samples = machine.lease.samples if machine.lease else 0
+        else:
+            samples = worker.batch_size if machine.steps_left else 0
+        if not samples:
+            self._send(rank, "pause", now)
+            return
+        seconds = worker.seconds(samples) * next(machine.jitter)
+        done = finish_time(now, seconds, machine.profile)
+        if machine.lost_at < done:
+            machine.compute += machine.lost_at - now
+            self._lose(rank, machine.lost_at)
+            return
+        machine.samples, machine.seconds = samples, done - now
+        machine.compute += done - now
+        self._send(rank, "push", done)
+
+    def _lose(self, rank: int, at: float) -> None:
+        machine = self._machines[rank]
+        machine.request = "lost"
+        self._plan(rank, at + machine.noticed_after)
+
+    def _send(self, rank: int, request: str, at: float) -> None:
+        machine = self._machines[rank]
+        machine.request, machine.sent_at = request, at
+        arrival = at + self._scenario.workers[rank].link.latency
+        if request == "push":
+            arrival += self._excess[rank]
+            machine.bytes_up += self._scenario.model_bytes
+        self._plan(rank, arrival)
+
+    def _plan(self, rank: int, at: float) -> None:
+        self._count += 1
+        self._machines[rank].ticket = self._count
+        heappush(self._events, (at, self._count, rank))
+
+    # -- servers --
+
+    def _handle(self, at: float, ticket: int, rank: int) -> None:
+        """Something reaches the servers' interface; all before it have been handled, whenever that will be."""
+        machine, coordinator = self._machines[rank], self._coordinator
+        transfer = self._transfer if machine.request == "push" else 0.0
+        self._free_in = max(self._free_in, at) + transfer
+        self._busy["receiving"] += transfer
+        self._now = max(self._now, self._free_in)
+        request, now = machine.request, self._now
+        if request == "push":
+            machine.steps += 1
+            machine.total_samples += machine.samples
+            machine.steps_left -= 1
+            rate = self._arithmetic.rate(rank)
+            push = Push(rank, 0, machine.version, machine.samples, rate, machine.seconds, wants_lease=self._leased)
+            self._carry_out(coordinator.push(push, now))
+        elif request == "lost":
+            machine.gone = True
+            self._carry_out(coordinator.exit(rank, now))
+            self._carry_out(coordinator.leave(rank, now))
+            return
+        else:
+            self._carry_out(coordinator.gather(rank, request, self._sequence, None, now))
+        if machine.ticket == ticket:  # not answered, so from now on it waits for others
+            machine.held_since = self._now
+
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        ends_sync = False
+        for decision in decisions:
+            if isinstance(decision, Take):
+                self._spend(self._push_seconds)
+                lease = self._machines[decision.push.worker].lease
+                self._arithmetic.take(decision.push, decision.factor, decision.first, lease)
+            elif isinstance(decision, Update):
+                self._spend(self._update_seconds)
+                self._update(decision)
+            elif isinstance(decision, Answer):
+                ends_sync |= decision.sync
+                self._answer(decision)
+            elif isinstance(decision, Complete):
+                self._complete(decision)
+            elif isinstance(decision, Log):
+                self._notes.append(decision.text)
+            elif isinstance(decision, Fail):
+                raise ProtocolError(f"at second {self._now:.6g} of the simulation: {decision.text}")
+        self._syncs += ends_sync
+
+    def _spend(self, seconds: float) -> None:
+        self._now += seconds
+        self._busy["updating"] += seconds
+
+    def _update(self, decision: Update) -> None:
+        self._updates += 1
+        self._weights += decision.weight
+        for push in decision.pushes:
+            self._machines[push.worker].staleness[decision.version - 1 - push.version] += 1
+        values = self._arithmetic.update(decision)
+        if values is not None:
+            self._history.append({"epoch": self._epoch, "seconds": self._now, "updates": self._updates, **values})
+
+    def _answer(self, decision: Answer) -> None:
+        rank = decision.push.worker
+        machine = self._machines[rank]
+        machine.version, machine.lease = decision.version, decision.lease
+        self._arithmetic.answer(rank)
+        kind = "syncs" if decision.sync else "rounds" if self._scenario.consistency.synchronous else "bounds"
+        self._work(rank, self._reply(rank, decision.fresh or decision.sync, kind))
+
+    def _reply(self, rank: int, parameters: bool, waited_in: str) -> float:
+        """Sends an answer now; returns when it arrives."""
+        machine, link = self._machines[rank], self._scenario.workers[rank].link
+        transfer, arrival = 0.0, self._now
+        if parameters:
+            transfer = self._transfer
+            self._free_out = max(self._free_out, self._now) + transfer
+            self._busy["sending"] += transfer
+            arrival = self._free_out + self._excess[rank]
+            machine.bytes_down += self._scenario.model_bytes
+        arrival += link.latency
+        waited = 0.0 if machine.held_since is None else self._now - machine.held_since
+        machine.held_since = None
+        machine.waits[waited_in] += waited
+        machine.exchange += arrival - machine.sent_at - waited
+        return arrival
+
+    def _complete(self, done: Complete) -> None:
+        if done.name == "enter":
+            if self._leased:
+                assert self._scenario.samples is not None
+                sizes = {rank: w.batch_size for rank, w in enumerate(self._scenario.workers)}
+                self._coordinator.offer(self._scenario.samples, sizes)
+        elif done.name == "declare":
+            self._coordinator.define([0], self._scenario.consistency)
+            self._begin_epoch(done.members, [0.0] * len(done.members))
+        elif done.name == "pause":
+            arrivals = [self._reply(rank, True, "ends") for rank in done.members]
+            self._end_epoch(done.members, max(arrivals))
+            for rank, arrival in zip(done.members, arrivals):
+                self._go_on(rank, "logs", arrival)
+        elif done.name == "logs":
+            for rank in done.members:
+                self._go_on(rank, "resume", self._reply(rank, False, "ends"))
+        elif done.name == "resume":
+            self._epoch += 1
+            if self._epoch == self._scenario.epochs:
+                self._coordinator.finish()
+                self._done = True
+            else:
+                self._sequence += 1
+                self._begin_epoch(done.members, [self._reply(rank, False, "ends") for rank in done.members])
+
+    def _go_on(self, rank: int, request: str, at: float) -> None:
+        if self._machines[rank].lost_at <= at:
+            self._lose(rank, at)
+        else:
+            self._send(rank, request, at)
+
+    def _begin_epoch(self, members: Sequence[int], starts: Sequence[float]) -> None:
+        self._epoch_began = min(starts)
+        if self._epoch == 0:
+            self._sequence = 2  # of the gathers of the first epoch's end; joining had 1
+        self._arithmetic.begin_pass(self._epoch + 1)
+        leases = self._coordinator.begin_pass() if self._leased else {}
+        for rank, start in zip(members, starts):
+            machine = self._machines[rank]
+            machine.lease, machine.steps_left = leases.get(rank), self._scenario.workers[rank].steps or 0
+            self._work(rank, start)
+
+    def _end_epoch(self, members: Sequence[int], now: float) -> None:
+        self._ended = now
+        self._epochs.append(now - self._epoch_began)
+        for rank in members:
+            self._machines[rank].version = self._coordinator.version(0)
+            self._arithmetic.answer(rank)
+        values = self._arithmetic.epoch_end(self._epoch, now)
+        if values is not None:
+            self._history.append({"epoch": self._epoch + 1, "seconds": now, "updates": self._updates, **values})
+
+    def _report(self) -> Report:
+        scenario, server = self._scenario, self._scenario.server
+        rows = tuple(
+            {
+                "worker": rank,
+                "steps": m.steps,
+                "samples": m.total_samples,
+                "compute_seconds": m.compute,
+                "exchange_seconds": m.exchange,
+                "waiting_seconds": dict(m.waits),
+                "staleness": dict(sorted(m.staleness.items())),
+                "bytes_up": m.bytes_up,
+                "bytes_down": m.bytes_down,
+                "lost": m.gone,
+            }
+            for rank, m in enumerate(self._machines)
+        )
+        return Report(
+            consistency=str(scenario.consistency),
+            servers=server.count,
+            seconds=self._ended,
+            epoch_seconds=tuple(self._epochs),
+            updates=self._updates,
+            syncs=self._syncs,
+            mean_weight=self._weights / self._updates if self._updates else 0.0,
+            workers=rows,
+            busy_seconds=dict(self._busy),
+            total_speed=scenario.total_speed,
+            bound=scenario.bound,
+            history=tuple(self._history),
+            notes=tuple(self._notes),
+        )
+
+
+def simulate(scenario: Scenario, arithmetic: Arithmetic | None = None) -> Report:
+    """Runs a scenario in virtual time and reports what happened.
+
+    Args:
+        scenario: What to run.
+        arithmetic: What to compute on the way; nothing unless given.
+    """
+    return Simulation(scenario, arithmetic).run()

@@ -1,0 +1,320 @@
+"""Where scenarios come from: flags, a YAML file, a recorded run, or several of them at once.
+
+All three give *settings*, by the names of :data:`SETTINGS`; a flag wins over the file, the file over the recorded run.
+Values that stand for each worker may be several (in text, separated by commas); the workers take them in turn, so
+that ``speeds: 1,1,0.5,0.25`` fits 4 workers and 256.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hps_keras.consistency import Consistency, parse
+from hps_keras.errors import ConfigurationError
+from hps_keras.simulate.scenario import BYTES_PER_PARAMETER, Failure, Link, Scenario, Server, Slowdown, Worker
+
+
+class _Bad(ValueError):
+    """A value cannot be read; says what would be."""
+
+
+def _scaled(text: str, units: Mapping[str, float], example: str) -> float:
+    found = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)\s*([a-zµ/]*)\s*", text, re.IGNORECASE)
+    if found is None or found[2].lower() not in units:
+        raise _Bad(f"give {example}")
+    return float(found[1]) * units[found[2].lower()]
+
+
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_RATES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "bit": 0.125, "kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
+_RATES |= {f"{unit}/s": value for unit, value in _RATES.items() if unit}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def seconds(text: str) -> float:
+    """Reads ``50us``, ``1.5ms``, ``2``."""
+    return _scaled(text, _SECONDS, "seconds, e.g. 0.05, 50ms or 50us")
+
+
+def rate(text: str) -> float:
+    """Reads ``1gbit``, ``10GB/s``, ``125e6`` (bytes per second)."""
+    return _scaled(text, _RATES, "a bandwidth, e.g. 1gbit, 100mbit or 10GB")
+
+
+def number(text: str) -> float:
+    """Reads a plain number."""
+    return _scaled(text, {"": 1.0}, "a number, e.g. 0.5")
+
+
+def count(text: str) -> int:
+    """Reads ``60000``, ``60k``, ``44.5M``."""
+    value = _scaled(text, _COUNTS, "a whole number, e.g. 60000, 60k or 44.5M")
+    if not math.isfinite(value) or abs(value - round(value)) > 1e-6 * max(1.0, abs(value)):
+        raise _Bad("give a whole number")
+    return round(value)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of an operation on all parameters: `fixed` seconds and `per_byte` for each of the model's bytes."""
+
+    fixed: float = 0.0
+    per_byte: float = 0.0
+
+    def of(self, model_bytes: int) -> float:
+        """Returns the seconds."""
+        return self.fixed + self.per_byte * model_bytes
+
+
+def cost(text: str) -> Cost:
+    """Reads ``5ms`` or ``0.8ns/byte``."""
+    head, slash, unit = text.strip().lower().partition("/")
+    if not slash:
+        return Cost(fixed=seconds(head))
+    if unit not in ("byte", "b"):
+        raise _Bad("give seconds, or seconds per byte of the model, e.g. 5ms or 0.8ns/byte")
+    return Cost(per_byte=seconds(head))
+
+
+_RANGE = re.compile(r"(\d+):([^:]+?)-([^:-]*):([^:]+)")
+_LOSS = re.compile(r"(\d+)@([^+@]+)(?:\+(.+))?")
+
+
+def slowdown(text: str) -> Slowdown:
+    """Reads ``WORKER:FROM-TO:FACTOR``, e.g. ``0:10-20:0.5``; without TO for ever."""
+    found = _RANGE.fullmatch(text.strip())
+    if found is None:
+        raise _Bad("give worker:from-to:factor of its speed, e.g. 0:10-20:0.5")
+    end = seconds(found[3]) if found[3] else math.inf
+    return Slowdown(int(found[1]), seconds(found[2]), end, number(found[4]))
+
+
+def failure(text: str) -> Failure:
+    """Reads ``WORKER@SECOND``, or ``WORKER@SECOND+SECONDS`` until the server notices."""
+    found = _LOSS.fullmatch(text.strip())
+    if found is None:
+        raise _Bad("give worker@second, e.g. 3@30, or 3@30+10 when it is noticed 10 s later")
+    return Failure(int(found[1]), seconds(found[2]), seconds(found[3]) if found[3] else 0.0)
+
+
+class Setting(NamedTuple):
+    """How a setting is read.
+
+    Attributes:
+        read: From text.
+        many: ``one`` value; ``each``: several, with commas between them; ``list``: the setting again and again.
+        shown: What the help shows for a value.
+        help: What it means.
+    """
+
+    read: Callable[[str], Any]
+    many: str
+    shown: str
+    help: str
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "workers": Setting(count, "each", "N[,N]", "number of workers; several are compared"),
+    "consistency": Setting(str, "list", "RULE", "bsp, asp, ssp:3, wasp:50,weight=inverse, ...; repeat to compare"),
+    "step_seconds": Setting(seconds, "each", "S[,S]", "mean time of a full step at speed 1, without communication"),
+    "speeds": Setting(number, "each", "V[,V]", "relative speeds: 1,1,0.5,0.25; a step takes step-seconds / speed"),
+    "fixed_seconds": Setting(seconds, "each", "S[,S]", "the part of step-seconds that the batch size does not change"),
+    "jitter": Setting(number, "each", "J[,J]", "standard deviation of a step's time over its mean, 0.05 unless given"),
+    "batch_size": Setting(count, "each", "B[,B]", "samples of a full step, 64 unless given"),
+    "samples": Setting(count, "one", "N", "samples of a pass, leased to the workers as by hps.data.ElasticDataset"),
+    "steps": Setting(count, "each", "N[,N]", "instead of samples: steps per epoch of a worker with a shard of its own"),
+    "epochs": Setting(count, "one", "N", "epochs, 1 unless given"),
+    "parameters": Setting(count, "one", "N", "trainable parameters, e.g. 44.5M; decides the bytes of a push"),
+    "bandwidth": Setting(rate, "each", "RATE[,RATE]", "of a worker's link, e.g. 1gbit; not limited unless given"),
+    "latency": Setting(seconds, "each", "S[,S]", "of a worker's link, one way, e.g. 50us"),
+    "servers": Setting(count, "each", "N[,N]", "number of parameter servers, 1 unless given; several are compared"),
+    "server_bandwidth": Setting(rate, "one", "RATE", "of one server's interface; as the fastest link unless given"),
+    "push_seconds": Setting(cost, "one", "S", "a server's time to take one gradient in, e.g. 2ms or 0.2ns/byte"),
+    "update_seconds": Setting(cost, "one", "S", "a server's time for one update of the parameters, as push-seconds"),
+    "slow": Setting(slowdown, "list", "W:A-B:F", "worker W runs at F times its speed from second A to B; can repeat"),
+    "fail": Setting(failure, "list", "W@S", "worker W is lost at second S (W@S+T: noticed T later); can repeat"),
+    "seed": Setting(count, "one", "N", "of the jitter, 0 unless given"),
+}
+
+
+_PER_WORKER = ("step_seconds", "speeds", "fixed_seconds", "jitter", "batch_size", "steps", "bandwidth", "latency")
+
+
+class Given(NamedTuple):
+    """A setting's value, and how the user named it; `recorded` values go round any number of workers."""
+
+    value: Any
+    label: str
+    recorded: bool = False
+
+
+def from_file(path: str) -> dict[str, Given]:
+    """Reads settings from a YAML file: the names of :data:`SETTINGS`, with ``-`` or ``_``.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or a name in it is unknown.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigurationError("--file needs PyYAML: pip install 'hps_keras[simulate]'") from None
+    try:
+        loaded = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"--file {path!r} cannot be read: {error}; give a YAML file of settings") from None
+    if not isinstance(loaded, dict):
+        raise ConfigurationError(f"--file {path!r} holds no settings: write lines such as `workers: 4`")
+    settings = {}
+    for name, value in loaded.items():
+        key = str(name).replace("-", "_")
+        if key not in SETTINGS:
+            raise ConfigurationError(f"{name!r} in {path!r} is no setting: use {', '.join(SETTINGS)}")
+        settings[key] = Given(value, f"{name!r} in {path!r}")
+    return settings
+
+
+def from_run(path: str) -> dict[str, Given]:
+    """Fits settings to a recorded run, the JSON file of ``Summary.save``.
+
+    The network is inside the recorded times, so that links cost nothing and must not be given again. All samples of the
+    run are one pass, unless `samples` and `epochs` are given.
+
+    Raises:
+        ConfigurationError: The file is none, or lacks something.
+    """
+    where = f"--from {path!r}"
+    try:
+        run = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{where} cannot be read: {error}; give a file of ps.summary.save(...)") from None
+    try:
+        rows = [w for w in run["workers"] if w["steps"]]
+        fitted: dict[str, Any] = {
+            "workers": len(rows),
+            "consistency": run["consistency"],
+            "step_seconds": [w["step_seconds"] for w in rows],
+            "jitter": [min(1.0, w["step_seconds_std"] / w["step_seconds"]) for w in rows],
+            "batch_size": [max(1, round(w["batch_size"])) for w in rows],
+            "samples": sum(w["samples"] for w in rows),
+            "parameters": run["server"]["parameters_bytes"] // BYTES_PER_PARAMETER,
+            "push_seconds": run["server"]["push_seconds"],
+        }
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        missing = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"{where} is no recorded run ({missing}); save one by ps.summary.save(...)") from None
+    return {name: Given(value, f"{name} of {where}", recorded=True) for name, value in fitted.items()}
+
+
+def merge(run: Mapping[str, Given], file: Mapping[str, Given], flags: Mapping[str, Given]) -> dict[str, Given]:
+    """Puts settings of several sources together.
+
+    Raises:
+        ConfigurationError: They contradict each other.
+    """
+    over = {**file, **flags}
+    if run:
+        for name in ("bandwidth", "latency", "server_bandwidth"):
+            if name in over:
+                raise ConfigurationError(
+                    f"{over[name].label} with --from: the recorded times hold the network already; leave it out"
+                )
+    merged = {**run, **over}
+    if "steps" in over and "samples" not in over:
+        merged.pop("samples", None)
+    return merged
+
+
+def scenarios(settings: Mapping[str, Given]) -> list[Scenario]:
+    """Makes a scenario of each number of workers, number of servers and consistency model that is named.
+
+    Raises:
+        ConfigurationError: A setting is missing, cannot be read, or cannot be.
+    """
+    read = {name: _read(name, given) for name, given in settings.items()}
+    if "step_seconds" not in read:
+        raise ConfigurationError("step_seconds is missing: give the time of a step, e.g. --step-seconds 50ms")
+    longest = max((len(v) for n, v in read.items() if n in _PER_WORKER), default=1)
+    if longest == 1 and "workers" not in read:
+        raise ConfigurationError("workers is missing: give their number, e.g. --workers 4")
+    label = settings["consistency"].label if "consistency" in settings else "consistency"
+    models = [parse(text, label) for text in read.get("consistency", ["bsp"])]
+    try:
+        return [
+            _scenario(settings, read, *chosen)
+            for chosen in product(read.get("workers", [longest]), read.get("servers", [1]), models)
+        ]
+    except ConfigurationError as error:  # say it by the name under which it was given
+        wrong = str(error).partition("=")[0]
+        raise ConfigurationError(f"{settings[wrong].label}: {error}" if wrong in settings else str(error)) from None
+
+
+def _scenario(
+    settings: Mapping[str, Given], read: Mapping[str, Any], workers: int, servers: int, model: Consistency
+) -> Scenario:
+    def each(name: str, default: Any) -> list[Any]:
+        """The values of all workers."""
+        values, given = read.get(name, [default]), settings.get(name)
+        if given and not given.recorded and max(workers, 1) % len(values):
+            raise ConfigurationError(
+                f"{given.label}: {len(values)} values do not go round {workers} workers; give one for all, or one for "
+                "each, or so many that the workers are a multiple of them"
+            )
+        return [values[rank % len(values)] for rank in range(workers)]
+
+    speeds = each("speeds", 1.0)
+    if not all(0 < v < math.inf for v in speeds):
+        raise ConfigurationError(f"speeds={read['speeds']}: give numbers above 0, e.g. 1,1,0.5,0.25")
+    links = [Link(*both) for both in zip(each("bandwidth", math.inf), each("latency", 0.0))]
+    machines = [
+        Worker(step / speed, batch_size, fixed / speed, jitter, link, steps)
+        for speed, step, batch_size, fixed, jitter, link, steps in zip(
+            speeds,
+            each("step_seconds", None),
+            each("batch_size", 64),
+            each("fixed_seconds", 0.0),
+            each("jitter", 0.05),
+            links,
+            each("steps", None),
+        )
+    ]
+    parameters = read.get("parameters", 0)
+    costs = [read.get(name, Cost()).of(BYTES_PER_PARAMETER * parameters) for name in ("push_seconds", "update_seconds")]
+    fastest = max((link.bandwidth for link in links), default=math.inf)
+    return Scenario(
+        workers=tuple(machines),
+        consistency=model,
+        server=Server(servers, read.get("server_bandwidth", fastest), *costs),
+        parameters=parameters,
+        samples=read.get("samples"),
+        epochs=read.get("epochs", 1),
+        slowdowns=tuple(read.get("slow", ())),
+        failures=tuple(read.get("fail", ())),
+        seed=read.get("seed", 0),
+    )
+
+
+def _read(name: str, given: Given) -> Any:
+    """Reads a setting's value: text, a number, or a list of them."""
+    setting = SETTINGS[name]
+    values: Sequence[Any] = given.value if isinstance(given.value, (list, tuple)) else [given.value]
+    if setting.many == "each":
+        values = [word for v in values for word in (v.split(",") if isinstance(v, str) else [v])]
+    if not values or (setting.many == "one" and len(values) > 1):
+        raise ConfigurationError(f"{given.label}: {given.value!r}: give one value")
+    try:
+        for value in values:
+            if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+                raise _Bad(f"give {setting.shown}: {setting.help}")
+        read = [setting.read(value if isinstance(value, str) else repr(value)) for value in values]
+    except _Bad as error:
+        raise ConfigurationError(f"{given.label}: {given.value!r} cannot be read: {error}") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{given.label}: {error}") from None
+    return read[0] if setting.many == "one" else read
