@@ -36,8 +36,8 @@ def unequal(model=None, steps=400, jitter=0.0, **more):
 class Recorder(NoArithmetic):
     """Notes what the engine asks to be computed."""
 
-    def __init__(self, lost=()):
-        self.lost = lost
+    def __init__(self):
+        self.lost = set()
         self.leases, self.passes, self.order, self.holds = [], [], [], {}
         self.version, self.ends = 0, []
 
@@ -56,6 +56,9 @@ class Recorder(NoArithmetic):
 
     def answer(self, worker):
         self.holds[worker] = self.version
+
+    def leave(self, worker):
+        self.lost.add(worker)
 
     def epoch_end(self, epoch, now):
         assert {version for worker, version in self.holds.items() if worker not in self.lost} == {self.version}
@@ -235,10 +238,10 @@ def test_bandwidth_bounds_the_pushes():
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_lost_worker_costs_no_sample(model):
-    recorder = Recorder(lost=(1, 3))
+    recorder = Recorder()
     report = simulate(unequal(model, failures=(Failure(1, 2.03), Failure(3, 3.0)), epochs=2), recorder)
     assert [w["lost"] for w in report.workers] == [False, True, False, True]
-    assert report.samples == 2 * 64 * 400
+    assert report.samples == 2 * 64 * 400 and recorder.lost == {1, 3}
     for leases in recorder.leases:
         used = sorted(p for lease in leases for p in range(lease.start, lease.start + lease.samples))
         assert used == list(range(64 * 400))

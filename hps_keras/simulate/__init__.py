@@ -10,9 +10,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from hps_keras.simulate.engine import Arithmetic, Simulation, simulate
 from hps_keras.simulate.report import Report
 from hps_keras.simulate.scenario import Failure, Link, Scenario, Server, Slowdown, Worker
+
+if TYPE_CHECKING:
+    from hps_keras.simulate.numeric import train
 
 __all__ = [
     "Arithmetic",
@@ -25,4 +30,14 @@ __all__ = [
     "Slowdown",
     "Worker",
     "simulate",
+    "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Numeric mode needs Keras, which takes seconds to import; timing mode does without.
+    if name == "train":
+        from hps_keras.simulate.numeric import train
+
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,6 +48,9 @@ class Arithmetic(Protocol):
     def answer(self, worker: int) -> None:
         """A worker holds the present parameters from now on."""
 
+    def leave(self, worker: int) -> None:
+        """A worker is lost."""
+
     def begin_pass(self, number: int) -> None:
         """A pass over the samples begins, counted from 1."""
 
@@ -69,6 +72,9 @@ class NoArithmetic:
         """Does nothing."""
 
     def answer(self, worker: int) -> None:
+        """Does nothing."""
+
+    def leave(self, worker: int) -> None:
         """Does nothing."""
 
     def begin_pass(self, number: int) -> None:
@@ -262,6 +268,7 @@ class Simulation:
             machine.gone = True
             self._carry_out(coordinator.exit(rank, now))
             self._carry_out(coordinator.leave(rank, now))
+            self._arithmetic.leave(rank)
             return
         else:
             self._carry_out(coordinator.gather(rank, request, self._sequence, None, now))
