@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 import keras
 import numpy as np
 
-from hps_keras import backends, cluster, server, worker
+from hps_keras import backends, cluster, data, server, worker
+from hps_keras.backends.pipeline import supply
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.telemetry import Summary
+
+# Set as `model.stop_training`, it makes Keras break out of an epoch's loop after this batch, when the pass is over.
+_EPOCH_OVER = object()
 
 
 class ParameterServer(keras.callbacks.Callback):
@@ -49,6 +54,7 @@ class ParameterServer(keras.callbacks.Callback):
         self._exchange: worker.Exchange | None = None
         self._paused = False
         self._validated = 0.0
+        self._bars: list[Any] = []
 
     @property
     def last_step_seconds(self) -> float:
@@ -71,6 +77,10 @@ class ParameterServer(keras.callbacks.Callback):
         here = cluster.current()
         if here.alone:
             return
+        fit = data.running_fit()
+        elastic = fit.get("x") if isinstance(fit.get("x"), data.ElasticDataset) else None
+        if elastic is not None:
+            _check_elastic(fit)
         if here.is_server:
             self._serve(here)
             return
@@ -82,18 +92,32 @@ class ParameterServer(keras.callbacks.Callback):
         here.busy = "fit"
         exchange = self._exchange = worker.Exchange(worker.link(here), self.model, here.rank)
         self._paused = False
+        if elastic is not None:
+            self._draw_leases(elastic, fit)
         original = _unguarded(self.model.train_function)
         step = backends.step(self.model)
+        model = self.model  # reading it in a step makes Keras take over the step before's state, which JAX has reused
 
         # Not a batch hook: with one, Keras would wait for every step's logs before it starts the next.
         def train_function(*arguments: Any) -> Any:
             result = exchange.run(step, original, arguments)
             if exchange.stop_asked:
-                self.model.stop_training = True
+                model.stop_training = True
+            elif exchange.epoch_over and not model.stop_training:
+                model.stop_training = _EPOCH_OVER
             return result
 
         self.model.train_function = train_function
         self._original = original
+
+    def _draw_leases(self, elastic: data.ElasticDataset, fit: Mapping[str, Any]) -> None:
+        """Makes Keras train on what the server lends, until we break its loop."""
+        assert self._exchange
+        self._exchange.feed = feed = data.Feed(elastic)
+        supply(fit["epoch_iterator"], feed, elastic.specimen)
+        # How many steps an epoch will have on this worker is not known, and differs from epoch to epoch.
+        self.params["steps"] = None
+        self._bars = [c for c in fit["callbacks"].callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
 
     def _serve(self, here: cluster.Cluster) -> None:
         server.serve(here, self.model, self.return_on_server)
@@ -112,8 +136,10 @@ class ParameterServer(keras.callbacks.Callback):
             self._validated = _samples_seen(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forgets the last validation."""
+        """Forgets the last epoch's validation and length."""
         self._validated = 0.0
+        for bar in self._bars:
+            bar.target = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Synchronises and averages the logs in place."""
@@ -123,11 +149,14 @@ class ParameterServer(keras.callbacks.Callback):
         logs = logs if logs is not None else {}
         weights = {name: (self._validated if name.startswith("val_") else float(self._epoch_samples)) for name in logs}
         logs.update(self._exchange.average(logs, weights))
+        logs.update(self._exchange.metrics)
 
     def _pause(self) -> None:
         assert self._exchange
         if not self._paused:
             self._paused = True
+            if self.model.stop_training is _EPOCH_OVER:  # else somebody wants to stop at this very batch
+                self.model.stop_training = False
             self._epoch_samples = self._exchange.samples
             self._exchange.pause(bool(self.model.stop_training))
 
@@ -152,7 +181,20 @@ class ParameterServer(keras.callbacks.Callback):
         self.summary = Summary.of(self._exchange.exit())
         self.model.train_function = _guard(self._original)
         self._exchange = None
+        self._bars = []
         cluster.current().busy = None
+
+
+def _check_elastic(fit: Mapping[str, Any]) -> None:
+    """Refuses what cannot be with leases: an epoch is one pass of all workers."""
+    data.check_arguments(fit)
+    steps = fit["epoch_iterator"].steps_per_epoch  # the argument of fit, or what keras.config allows at most
+    if steps:
+        raise ConfigurationError(
+            f"steps_per_epoch={steps} with an ElasticDataset: an epoch is one pass of all workers over the samples, so "
+            "no worker has a number of steps of its own; leave steps_per_epoch out of model.fit (and "
+            "keras.config.set_max_steps_per_epoch)"
+        )
 
 
 class _Last(keras.callbacks.Callback):
