@@ -2,9 +2,13 @@
 
 import json
 import math
+import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +18,7 @@ from hps_keras.consistency import ASP, BSP, SSP, WASP, parse
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.simulate import Failure, Link, Report, Scenario, Server, Slowdown, Worker, simulate
 from hps_keras.simulate import inputs as reading
-from hps_keras.simulate.cli import main
+from hps_keras.simulate.cli import main, make_parser
 from hps_keras.simulate.engine import NoArithmetic
 from hps_keras.simulate.report import table
 from hps_keras.simulate.scenario import finish_time, speed_profile
@@ -512,7 +516,7 @@ def test_the_table_compares_with_bsp_and_names_what_differs():
 
 def test_targets_and_metrics_are_in_the_table(tmp_path):
     report = simulate(unequal(epochs=3, steps=40), Recorder())
-    text = table([report], {"val_accuracy": 0.6, "loss": 0.1})
+    text = table([report], [("val_accuracy", 0.6), ("loss", 0.1)])
     assert "0.7000" in text and "never" in text and f"{report.history[1]['seconds']:.4g}" in text
     report.save(tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["history"][2]["epoch"] == 3
@@ -528,3 +532,38 @@ def test_the_command_loads_neither_keras_nor_mpi():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55)
     assert done.stdout.splitlines()[-2:] == ["code 0", "[]"], done.stdout + done.stderr
+
+
+# The documentation
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "simulator.md"
+
+
+def shown():
+    """The commands on the page whose output stands below them, with that output."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return [pair for pair in pairwise(blocks) if pair[0].startswith("hpsrun") and "sum(v)" in pair[1]]
+
+
+def close(said, found):
+    try:
+        a, b = (float(word.rstrip("%")) for word in (said, found))
+    except ValueError:
+        return said == found
+    return a == pytest.approx(b, rel=0.05, abs=0.3)  # NumPy may draw other numbers one day
+
+
+@pytest.mark.parametrize(("command", "output"), shown(), ids=["first", "servers"])
+def test_the_page_shows_what_is_printed(command, output, capsys):
+    main(shlex.split(command)[2:])
+    printed = capsys.readouterr().out
+    said, found = ([line.split() for line in text.splitlines()] for text in (output, printed))
+    assert [len(line) for line in said] == [len(line) for line in found]
+    for one, other in zip(said, found):
+        assert all(close(a, b) for a, b in zip(one, other)), f"{one} on the page, {other} is printed"
+
+
+def test_every_option_on_the_page_exists():
+    known = {name for action in make_parser()._actions for name in action.option_strings}
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", PAGE.read_text()))
+    assert len(used) > 20 and used <= known

@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs `hpsrun simulate`; returns its exit code."""
     options = make_parser().parse_args(arguments)
-    targets = dict(_target(text) for text in options.target)
+    targets = [_target(text) for text in options.target]
     flags = {
         name: Given(value, "--" + name.replace("_", "-"))
         for name in SETTINGS

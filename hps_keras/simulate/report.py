@@ -172,12 +172,12 @@ def label(report: Report, reports: Sequence[Report]) -> str:
     return text
 
 
-def table(reports: Sequence[Report], targets: Mapping[str, float] | None = None) -> str:
+def table(reports: Sequence[Report], targets: Sequence[tuple[str, float]] = ()) -> str:
     """Returns reports side by side, as text.
 
     Args:
         reports: One or more.
-        targets: Metrics of numeric mode, each with the value whose time is of interest.
+        targets: Metrics of numeric mode, each with a value of it whose time is of interest.
     """
     names = [label(r, reports) for r in reports]
     speed_head = ["model", "s/epoch", "samples/s", "of sum(v)", "over bsp", "bound"]
@@ -207,7 +207,8 @@ def table(reports: Sequence[Report], targets: Mapping[str, float] | None = None)
         times.append([name, *(f"{100 * share:.1f}" for share in r.parts.values()), "|", *load])
     workers = sorted({len(r.workers) for r in reports})
     servers = sorted({r.servers for r in reports})
-    lines = [f"{_series(workers, 'worker')}, {_series(servers, 'server')}, {len(reports[0].epoch_seconds)} epochs", ""]
+    epochs = [len(reports[0].epoch_seconds)]
+    lines = [f"{_series(workers, 'worker')}, {_series(servers, 'server')}, {_series(epochs, 'epoch')}", ""]
     lines += _lines(speed_head, speeds)
     lines += ["", *_lines(time_head, times)]
     metrics = list(dict.fromkeys(name for r in reports for entry in r.history for name in entry))
@@ -215,8 +216,8 @@ def table(reports: Sequence[Report], targets: Mapping[str, float] | None = None)
     if metrics:
         lines += ["", *_lines(["at the end", *metrics], [[n, *_last(r, metrics)] for n, r in zip(names, reports)])]
     if targets:
-        head = ["seconds to", *(f"{name} {value:g}" for name, value in targets.items())]
-        found = [[r.time_to(name, value) for name, value in targets.items()] for r in reports]
+        head = ["seconds to", *(f"{name} {value:g}" for name, value in targets)]
+        found = [[r.time_to(name, value) for name, value in targets] for r in reports]
         rows = [[n, *("never" if t is None else f"{t:.4g}" for t in row)] for n, row in zip(names, found)]
         lines += ["", *_lines(head, rows)]
     for name, r in zip(names, reports):
