@@ -555,7 +555,7 @@ def close(said, found):
 
 @pytest.mark.parametrize(("command", "output"), shown(), ids=["first", "servers"])
 def test_the_page_shows_what_is_printed(command, output, capsys):
-    main(shlex.split(command)[2:])
+    main(shlex.split(command.replace("\\\n", " "))[2:])
     printed = capsys.readouterr().out
     said, found = ([line.split() for line in text.splitlines()] for text in (output, printed))
     assert [len(line) for line in said] == [len(line) for line in found]
