@@ -88,10 +88,10 @@ def main() -> None:
     model.fit(warm, callbacks=[hps.callbacks.ParameterServer(), Clock(test)], **options)
     optimizer.learning_rate = job["rate"]
     ps, clock = hps.callbacks.ParameterServer(), Clock(test)
-    device = EmulatedDevice(ps, job["step_seconds"] / job["speeds"][hps.rank()], job["jitter"], job["seed"] + hps.rank())
-    stream = hps.data.ElasticDataset(
-        data.x_train, data.y_train, batch_size=job["batch_size"], seed=job["seed"]
+    device = EmulatedDevice(
+        ps, job["step_seconds"] / job["speeds"][hps.rank()], job["jitter"], job["seed"] + hps.rank()
     )
+    stream = hps.data.ElasticDataset(data.x_train, data.y_train, batch_size=job["batch_size"], seed=job["seed"])
     model.fit(stream, epochs=job["epochs"], callbacks=[ps, clock, device], **options)
     if hps.rank() == 0:
         ps.summary.save(job["summary"])

@@ -168,7 +168,7 @@ class ServerOptimizer:
             how: ``"corrected"``: momentum; ``"corrected_betas"``: Adam's beta_1 as well; ``"as_given"``: none.
 
         Returns:
-            What was chosen, for the user, or None when nothing has changed.
+            What was chosen, for the user; None when there is nothing to choose.
         """
         names = {"as_given": (), "corrected": ("momentum",)}.get(how, _MOMENTA)
         chosen, self._factor, said = dict(self._given), 1.0, []
@@ -181,8 +181,12 @@ class ServerOptimizer:
             if name == "momentum":  # Adam's average has weight 1 whatever its beta_1
                 self._factor = factor
                 said[-1] += f", learning rate x{factor:.3g}"
-        if chosen == (self._chosen or self._given):
-            return None
+        if chosen != (self._chosen or self._given):
+            self._change_momentum(chosen)
+        name = type(self._optimizer).__name__
+        return f"{name} with {workers} asynchronous workers: {'; '.join(said)}" if said else None
+
+    def _change_momentum(self, chosen: dict[str, float]) -> None:
         self._chosen = chosen
         for name, value in chosen.items():
             # Not 0: Keras would leave the slots as they are, stale as they were. 1e-30 of them is nothing in float32.
@@ -190,8 +194,6 @@ class ServerOptimizer:
         if self._decay:  # decay is per unit of learning rate, and no momentum adds it up
             self._optimizer.weight_decay = self._decay / self._factor
         self._updater.forget()
-        name = type(self._optimizer).__name__
-        return f"{name} with {workers} asynchronous workers: {'; '.join(said) or 'momentum as given'}"
 
     def finalize(self) -> None:
         """Replaces the parameters by their moving averages, where the optimizer keeps some (EMA)."""
