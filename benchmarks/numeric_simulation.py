@@ -80,7 +80,7 @@ def main() -> None:
                     spent[side][clock].append(read() - began[clock])
     print(
         f"LeNet-5, {len(y):,} samples in batches of {BATCH}, {keras.backend.backend()}, {len(os.sched_getaffinity(0))} "
-        f"cores, medians of {arguments.rounds} passes; ratios to plain fit, of seconds at most {TARGET} is to be reached"
+        f"cores; medians of {arguments.rounds} passes; a ratio of seconds of at most {TARGET} is to be reached"
     )
     for side, times in spent.items():
         medians = {clock: statistics.median(values) for clock, values in times.items()}
