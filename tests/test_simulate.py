@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -292,6 +293,52 @@ def test_work_is_neither_lost_nor_won_at_changes_of_speed(slow, start, first, se
     assert finish_time(middle, second, profile) == pytest.approx(finish_time(start, first + second, profile))
 
 
+# Whatever comes together
+
+
+@st.composite
+def scenarios(draw):
+    n = draw(st.integers(1, 6))
+    link = Link(draw(st.sampled_from([math.inf, 1e6, 1e5])), draw(st.sampled_from([0.0, 0.01, 1.0])))
+    workers = tuple(
+        Worker(draw(st.floats(0.01, 2)), draw(st.integers(1, 20)), 0.0, draw(st.floats(0, 1)), link) for _ in range(n)
+    )
+    lost = draw(st.lists(st.integers(0, n - 1), max_size=n - 1, unique=True))
+    failures = tuple(Failure(w, draw(st.floats(0, 60)), draw(st.sampled_from([0.0, 5.0]))) for w in lost)
+    model = draw(
+        st.one_of(
+            st.sampled_from([BSP(), ASP()]), st.integers(0, 3).map(SSP), st.sampled_from([1, 2, 5, None]).map(WASP)
+        )
+    )
+    server = Server(draw(st.integers(1, 3)), link.bandwidth, draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1)))
+    slow = tuple(Slowdown(draw(st.integers(0, n - 1)), 3.0, 9.0, f) for f in draw(st.lists(st.floats(0.01, 5))))
+    samples, epochs, seed = draw(st.integers(n, 400)), draw(st.integers(1, 3)), draw(st.integers(0, 99))
+    return Scenario(workers, model, server, 1000, samples, epochs, slow, failures, seed)
+
+
+@pytest.mark.timeout(300)
+@given(scenarios())
+def test_every_scenario_ends_and_its_books_balance(scenario):
+    recorder = Recorder()
+    report = simulate(scenario, recorder)
+    lost, everything = {f.worker for f in scenario.failures}, list(range(scenario.samples))
+    assert recorder.lost <= lost and len(report.epoch_seconds) == scenario.epochs
+    unused = 0
+    for leases in recorder.leases:
+        used = sorted(p for lease in leases for p in range(lease.start, lease.start + lease.samples))
+        assert set(used) <= set(everything) and len(used) == len(set(used))
+        unused += len(everything) - len(used)
+    # What a worker takes with it is trained by the others, unless they have ended their epoch before it is missed.
+    assert unused == 0 or recorder.lost
+    assert any("unused" in note for note in report.notes) == bool(unused)
+    for row in report.workers:
+        parts = row["compute_seconds"], row["exchange_seconds"], *row["waiting_seconds"].values()
+        assert all(part >= -1e-6 for part in parts) and sum(parts) <= report.seconds * (1 + 1e-9)
+    assert all(0 <= share <= 1 + 1e-9 for share in report.utilisation.values())
+    assert report.samples == sum(lease.samples for leases in recorder.leases for lease in leases)
+    assert sum(report.staleness.values()) == sum(row["steps"] for row in report.workers)
+
+
 # Many workers
 
 
@@ -532,6 +579,37 @@ def test_the_command_loads_neither_keras_nor_mpi():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55)
     assert done.stdout.splitlines()[-2:] == ["code 0", "[]"], done.stdout + done.stderr
+
+
+# Numeric mode, from the command line
+
+
+@pytest.mark.backend
+@pytest.mark.timeout(300)
+def test_the_command_trains_a_saved_model(tmp_path, capsys):
+    import keras
+
+    random = np.random.default_rng(1)
+    x = random.normal(size=(640, 8)).astype("float32")
+    y = (x.sum(1) > 0).astype("float32")
+    np.savez(tmp_path / "d.npz", x_train=x[:512], y_train=y[:512], x_test=x[512:], y_test=y[512:])
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, "sigmoid")])
+    model.compile(keras.optimizers.SGD(0.5), "binary_crossentropy", metrics=["accuracy"])
+    model.save(tmp_path / "m.keras")
+    common = f"--workers 2 --step-seconds 1 --batch-size 16 --jitter 0 --epochs 2 --model {tmp_path}/m.keras"
+    wanted = f"--data {tmp_path}/d.npz --evaluate-every 4 --target val_accuracy=0.8 --json {tmp_path}/o.json"
+    assert main([*common.split(), *wanted.split(), "--consistency", "bsp", "--consistency", "wasp:4"]) == 0
+    assert "seconds to" in capsys.readouterr().out
+    bsp, wasp = json.loads((tmp_path / "o.json").read_text())
+    assert [e["updates"] for e in bsp["history"]] == [4, 8, 12, 16, 16, 20, 24, 28, 32, 32]
+    assert [e["seconds"] for e in bsp["history"][:5]] == pytest.approx([4, 8, 12, 16, 16])
+    for report in (bsp, wasp):
+        assert report["samples"] == 2 * 512 and report["workers"][0]["bytes_up"] % (4 * 9) == 0
+        assert report["history"][-1]["val_accuracy"] > 0.8
+    with pytest.raises(ConfigurationError, match=r"--samples: a pass holds the 512 samples of x_train"):
+        main([*common.split(), *wanted.split(), "--samples", "99"])
+    with pytest.raises(ConfigurationError, match=r"--model '.*d\.npz' cannot be loaded"):
+        main(["--model", f"{tmp_path}/d.npz", "--data", f"{tmp_path}/d.npz", "--workers", "1", "--step-seconds", "1"])
 
 
 # The documentation

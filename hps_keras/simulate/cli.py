@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,10 @@ class _Training:
         import keras
 
         try:
-            return keras.models.load_model(self._path)
+            with warnings.catch_warnings():
+                # A model that was saved before any training has no slots yet: that is how a run begins.
+                warnings.filterwarnings("ignore", "Skipping variable loading for optimizer", UserWarning)
+                return keras.models.load_model(self._path)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigurationError(f"--model {self._path!r} cannot be loaded: {error}") from error
 

@@ -266,9 +266,10 @@ class Simulation:
             self._carry_out(coordinator.push(push, now))
         elif request == "lost":
             machine.gone = True
-            self._carry_out(coordinator.exit(rank, now))
-            self._carry_out(coordinator.leave(rank, now))
+            decisions = coordinator.exit(rank, now)
             self._arithmetic.leave(rank)
+            self._carry_out(decisions)
+            self._carry_out(coordinator.leave(rank, now))
             return
         else:
             self._carry_out(coordinator.gather(rank, request, self._sequence, None, now))
@@ -330,8 +331,9 @@ class Simulation:
         arrival += link.latency
         waited = 0.0 if machine.held_since is None else self._now - machine.held_since
         machine.held_since = None
-        machine.waits[waited_in] += waited
-        machine.exchange += arrival - machine.sent_at - waited
+        if len(self._epochs) < self._scenario.epochs:  # what follows the last epoch is in no book
+            machine.waits[waited_in] += waited
+            machine.exchange += arrival - machine.sent_at - waited
         return arrival
 
     def _complete(self, done: Complete) -> None:
