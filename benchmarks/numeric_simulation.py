@@ -79,7 +79,8 @@ def main() -> None:
                 if repetition:  # the first compiles
                     spent[side][clock].append(read() - began[clock])
     print(
-        f"LeNet-5, {len(y):,} samples in batches of {BATCH}, {keras.backend.backend()}, {len(os.sched_getaffinity(0))} "
+        f"LeNet-5, {len(y):,} samples in batches of {BATCH}, {keras.backend.backend()}, "
+        f"{len(os.sched_getaffinity(0))} "
         f"cores; medians of {arguments.rounds} passes; a ratio of seconds of at most {TARGET} is to be reached"
     )
     for side, times in spent.items():
