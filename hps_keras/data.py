@@ -156,12 +156,15 @@ class Feed:
     Attributes:
         samples: Samples in a pass.
         batch_size: Samples that this worker wants in a batch.
-        seed: This worker's; the chief's is used by all.
+        seed: Of the orders in this `fit`; the chief's is used by all.
     """
 
     def __init__(self, dataset: ElasticDataset) -> None:
         self.dataset = dataset
         self.samples, self.batch_size, self.seed = dataset.samples, dataset.batch_size, dataset.seed
+        if dataset._passes:  # the server counts the passes of one fit, and another fit must not repeat their orders
+            words = np.random.SeedSequence([dataset.seed, dataset._passes]).generate_state(1, np.uint64)
+            self.seed = int(words[0]) >> 1
         self._order: np.ndarray | None = None
         self._lease: Lease | None = None
 
@@ -169,6 +172,7 @@ class Feed:
         """Begins pass `number` with a first lease; one of the last pass that was not used is forgotten."""
         self._order = permutation(self.samples, seed, number) if self.dataset.shuffle else None
         self._lease = lease
+        self.dataset._passes += 1
 
     def grant(self, lease: Lease) -> None:
         """Takes the samples of the next batch."""

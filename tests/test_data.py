@@ -16,7 +16,7 @@ import pytest
 from ranks import run
 
 import hps_keras as hps
-from hps_keras.scheduling import Lease, Leases
+from hps_keras.scheduling import Lease, Leases, permutation
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -147,7 +147,6 @@ def shapes():
 def leases_by_hand():
     """A feed takes one lease at a time, and a batch holds the positions that were lent."""
     from hps_keras.data import ElasticDataset, Feed
-    from hps_keras.scheduling import permutation
 
     feed = Feed(ElasticDataset(numbers(50), numbers(50), batch_size=8))
     early = error(lambda: next(feed))
@@ -336,7 +335,7 @@ def test_in_one_process_it_is_an_ordinary_data_set(one):
     whole = seen["passes"][:4]
     assert seen["batches"][:4] == [[5, 5, 5, 5, 3]] * 4
     assert [sorted(p) for p in whole] == [list(range(23))] * 4
-    assert len({tuple(p) for p in [*whole, range(23)]}) == 5, "each pass has an order of its own"
+    assert whole == [permutation(23, 1, number).tolist() for number in (1, 2, 3, 4)], "what validates shuffles nothing"
     assert seen["batches"][4:] == [[5, 5]] * 2, "steps_per_epoch goes on where the last epoch stopped"
     assert not set(seen["passes"][4]) & set(seen["passes"][5])
     assert seen["warned"] == []
@@ -541,6 +540,8 @@ def test_each_sample_is_trained_once_in_a_pass_whatever_the_speeds(three):
     assert passes(workers) == [list(range(123))] * 3
     orders = [samples_of(worker["noted"])[0] for worker in workers]
     assert all(order != sorted(order) for order in orders), "it is shuffled"
+    first = [epoch[0][1] for epoch in workers[0]["noted"]]  # the samples at the first positions of each pass
+    assert first[0] != first[1] != first[2] != first[0]
     assert len(workers[0]["noted"][0]) <= 5, "25 batches, of which the others had 20 before its first was done"
     assert [worker["epochs"] for worker in workers] == [[0, 1, 2]] * 3
     assert server["epochs"] == [] and server["noted"] == []
@@ -560,6 +561,8 @@ def test_rounds_lend_each_sample_once_in_every_fit(three):
     workers = three["rounds"][:3]
     assert passes(workers) == [list(range(100))] * 3
     assert [worker["epochs"] for worker in workers] == [[[0, 1], [0]]] * 3
+    first = [epoch[0][1] for epoch in workers[0]["noted"]]
+    assert first[0] != first[1] != first[2] != first[0], "another fit has other orders"
     assert workers[0]["val_loss"] == workers[1]["val_loss"] == workers[2]["val_loss"]
     assert len(workers[0]["val_loss"]) == 2
     assert all(worker["warned"] == [] for worker in three["rounds"])
