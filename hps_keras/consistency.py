@@ -178,7 +178,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _whole(value: Any, name: str, least: int) -> int:
-    if not _is_number(value) or int(value) != value or value < least:
+    if not _is_number(value) or not math.isfinite(value) or int(value) != value or value < least:
         raise ConfigurationError(f"{name}={value!r}: give a whole number, {least} or more")
     return int(value)
 

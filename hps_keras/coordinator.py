@@ -178,7 +178,7 @@ class Coordinator:
                 worker.statistics.timed(now - worker.answered_at)
         worker.answered_at = None
         group.saw(push)
-        if self._leases:
+        if self._leases and push.wants_lease:  # the first push of a step: what it is lent now, the others do not hold
             self._leases.pushed(push.worker)
         if push.sync_every and push.worker == self._chief and isinstance(self._pacing, Flow):
             self._pacing.sync_every = push.sync_every if push.sync_every > 0 else None

@@ -24,7 +24,7 @@ class Push:
         seconds: Compute time of the step, without waiting.
         present: Which tensors have a gradient, None for all.
         sync_every: What the worker's `ForcedSync` callback asks for; 0 for nothing, -1 for no forced syncs.
-        wants_lease: Whether the worker needs samples for its next step.
+        wants_lease: Whether the worker needs samples for its next step; so asks the first push of a step alone.
     """
 
     worker: int

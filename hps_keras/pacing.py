@@ -205,7 +205,7 @@ class Flow(Pacing):
         self._bound = model.bound if isinstance(model, SSP) else None
         self.sync_every = model.sync_every if isinstance(model, WASP) else None
         self._held: dict[tuple[int, int], Push] = {}
-        self._steps: dict[tuple[int, int], int] = {}  # pushes in this epoch, by worker and group
+        self._steps: dict[tuple[int, int], int] = {}  # pushes since all stood together, by worker and group
         self._clocks: dict[int, int] = {}  # the most of them in any group: a step may pass a group over
         self._at: Counter[int] = Counter()  # training workers by clock
         self._slowest = 0
@@ -213,13 +213,8 @@ class Flow(Pacing):
         self.attendance_changed()
 
     def begin_epoch(self) -> None:
-        """Begins anew: at an epoch's end all have taken the same parameters, as in a forced sync, and stand together.
-
-        Their numbers of steps no longer matter, so all clocks are 0.
-        """
-        self._steps, self._clocks = {}, {}
+        """Begins anew: at an epoch's end all have taken the same parameters, as in a forced sync."""
         self._end_sync()
-        self.attendance_changed()
 
     def attendance_changed(self) -> None:
         """Counts the clocks of those who train now."""
@@ -278,6 +273,9 @@ class Flow(Pacing):
         self.waiting_in_sync = False
         for group in self.groups:
             group.since_sync = 0
+        # All stand together. Their numbers of steps no longer matter; who was held for the bound would pass it by more.
+        self._steps, self._clocks = {}, {}
+        self.attendance_changed()
 
     @property
     def wait(self) -> str:

@@ -66,6 +66,8 @@ class Leases:
         self.number += 1
         self._next = 0
         self._returned.clear()
+        for lent in self._open.values():  # a last step without a push leaves some of the last pass
+            lent.clear()
         fair = self.samples // len(workers)
         return {worker: self._lend(worker, min(self._batch_sizes[worker], fair)) for worker in workers}
 
