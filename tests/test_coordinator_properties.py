@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -11,13 +13,23 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from referee import NEVER, Referee, Refused
+from referee import NEVER, Offer, Referee, Refused
 
-from hps_keras.consistency import ASP, BSP, Consistency
+from hps_keras.consistency import ASP, BSP, SSP, WASP, Consistency
 from hps_keras.coordinator import Coordinator
 from hps_keras.decisions import Decision, Fail, Push, Wait
 
-MODELS = [BSP(), ASP()]
+MODELS = [
+    BSP(),
+    ASP(),
+    ASP(weight="inverse"),
+    SSP(0),
+    SSP(2),
+    WASP(1),
+    WASP(3),
+    WASP(None),
+    WASP(2, weight="polynomial:1.5"),
+]
 INDEX = st.integers(0, 5)
 
 
@@ -34,6 +46,7 @@ WRONG: dict[str, tuple[tuple[str, ...], Callable[[Coordinator, int, Referee], li
     "weights": (("training",), lambda c, w, r: c.gather(w, "weights", 99, None, r.now)),
     "declare": (("training",), lambda c, w, r: c.gather(w, "declare", 99, None, r.now)),
     "push": (("training",), _push),
+    "ask_lease": (("training",), lambda c, w, r: c.ask_lease(w, r.now)),
     "pause": (("training",), lambda c, w, r: c.gather(w, "pause", 99, None, r.now)),
     "resume": (("paused",), lambda c, w, r: c.gather(w, "resume", 99, None, r.now)),
     "logs": (("outside", "training", "paused"), lambda c, w, r: c.gather(w, "logs", 99, None, r.now)),
@@ -48,14 +61,20 @@ QUICK = settings(max_examples=120)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job does. `steps[fit][epoch][worker]` holds, per step, the samples of each push (None: no push)."""
+    """What a job does. `steps[fit][epoch][worker]` holds, per step, the samples of each push (None: no push).
+
+    Where samples are lent, it only says which steps push what; how many there are follows from the leases.
+    """
 
     model: Consistency
     workers: int
     groups: list[int]
     steps: list[list[list[list[list[int | None]]]]]
     fits_of: list[int]  # a worker leaves after so many fits
-    stopper: tuple[int, int, int]  # fit, epoch and worker that asks all to stop
+    stopper: tuple[int, int, int, int]  # fit, epoch and worker that asks all to stop, after so many steps
+    deserter: tuple[int, int, int, int]  # likewise, that leaves fit in the middle of an epoch
+    forced: list[int]  # what each worker's ForcedSync asks for, in every other step
+    offers: list[Offer | None]  # of each fit
 
 
 @st.composite
@@ -76,27 +95,27 @@ def plans(draw: Callable[..., Any]) -> Plan:
         for fit in range(fits)
     ]
     fits_of = [fits, *(draw(st.integers(1, fits)) for _ in range(workers - 1))]
-    stopper = draw(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, workers - 1)))
-    return Plan(model, workers, groups, steps, fits_of, stopper)
+    moment = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, workers - 1), st.integers(0, 5))
+    forced = [draw(st.sampled_from([0, 0, 0, 1, 2, -1])) for _ in range(workers)]
+    sizes = st.lists(st.integers(1, 4), min_size=workers, max_size=workers)
+    offers = [draw(st.none() | st.tuples(st.integers(workers, 20), sizes)) for _ in range(fits)]
+    return Plan(model, workers, groups, steps, fits_of, draw(moment), draw(moment), forced, offers)
 
 
-def script(plan: Plan, me: int) -> Generator[tuple[Any, ...], Any, None]:
+def script(plan: Plan, me: int, referee: Referee) -> Generator[tuple[Any, ...], Any, None]:
     """The requests of one worker, in order; it is sent what each of them was answered."""
     for fit in range(plan.fits_of[me]):
         for name in ("enter", "weights", "declare"):
             yield "gather", name, None
-        for epoch, steps in enumerate(plan.steps[fit]):
-            stop = False
-            for step in steps[me]:
-                for group, samples in enumerate(step):
-                    if samples is not None:
-                        answer = yield "push", samples, 0.1 * (me + 1), group
-                        stop = stop or answer.stop
-                if stop:
-                    break
-            stop = stop or (fit, epoch, me) == plan.stopper
+        for epoch in range(len(plan.steps[fit])):
+            ending = yield from training(plan, me, referee, fit, epoch)
+            if ending == "deserts":
+                break
+            stop = ending == "stops"
             if stop:
                 yield ("ask_stop",)
+            if referee.ledger and referee.ledger.hand[me]:
+                yield ("return_leases",)
             yield "gather", "pause", stop
             yield "gather", "logs", None
             done = yield "gather", "resume", stop or epoch + 1 == len(plan.steps[fit])
@@ -105,15 +124,54 @@ def script(plan: Plan, me: int) -> Generator[tuple[Any, ...], Any, None]:
         yield ("exit",)
         if fit == 0:
             yield "gather", "between", None
+        if ending == "deserts":  # it has taken part in fewer agreements than the others, and cannot go on with them
+            break
     yield ("leave",)
+
+
+def training(
+    plan: Plan, me: int, referee: Referee, fit: int, epoch: int
+) -> Generator[tuple[Any, ...], Any, str | None]:
+    """One worker's epoch; returns what ends it before its time."""
+    steps = plan.steps[fit][epoch][me]
+    lent = referee.ledger is not None
+    for number in itertools.count():
+        if plan.deserter == (fit, epoch, me, number):
+            return "deserts"
+        if plan.stopper == (fit, epoch, me, number):
+            return "stops"
+        if lent:
+            assert referee.ledger
+            lease = referee.ledger.hand[me]
+            if lease is None:
+                return None
+            pattern = steps[number % len(steps)] if steps else [1] * plan.groups[fit]
+            step = [s and lease.samples for s in pattern]
+        elif number < len(steps):
+            step = steps[number]
+        else:
+            return None
+        asks = lent  # the first push of a step asks for the samples of the next
+        stop = False
+        for group, samples in enumerate(step):
+            if samples is not None:
+                forced = plan.forced[me] if number % 2 else 0
+                answer = yield "push", samples, 0.1 * (me + 1), group, asks, forced
+                asks, stop = False, stop or answer.stop
+        if asks:
+            answer = yield ("ask_lease",)
+            stop = answer.stop
+        if stop:
+            return "stops"
+    raise AssertionError
 
 
 def play(
     plan: Plan, data: st.DataObject, timeout: float = NEVER, look: Callable[[Referee], None] = lambda referee: None
 ) -> Referee:
     """Runs all workers to their ends; which of those that can act is next, and what time passes, is drawn."""
-    referee = Referee(plan.workers, plan.model, timeout, plan.groups)
-    scripts = [script(plan, rank) for rank in range(plan.workers)]
+    referee = Referee(plan.workers, plan.model, timeout, plan.groups, plan.offers)
+    scripts = [script(plan, rank, referee) for rank in range(plan.workers)]
     begun: set[int] = set()
     while referee.idle:
         idle = referee.idle
@@ -124,7 +182,8 @@ def play(
         if request == "ask_stop":
             referee.ask_stop()
         elif request == "push":
-            referee.push(rank, *arguments)
+            samples, rate, group, asks, forced = arguments
+            referee.push(rank, samples, rate, group, wants_lease=asks, sync_every=forced)
         else:
             getattr(referee, request)(rank, *arguments)
         look(referee)
@@ -142,6 +201,9 @@ def test_every_job_reaches_its_end_and_counts_every_gradient_once(plan, data):
         statistics = coordinator.statistics(rank)
         assert statistics.pushes == referee.pushes[rank] and statistics.samples == referee.samples[rank]
         assert statistics.staleness == referee.staleness[rank]
+        assert math.isclose(statistics.weights, referee.weights[rank], rel_tol=1e-9, abs_tol=1e-12)
+        assert statistics.syncs == referee.syncs[rank]
+        assert 0 <= statistics.sync_seconds <= statistics.waiting_seconds
     assert {id(p) for p in referee.kept if p.samples} == referee.applied
     assert all(coordinator.version(i) == group.version for i, group in enumerate(referee.groups))
 
@@ -172,9 +234,16 @@ class AnythingGoes(RuleBasedStateMachine):
     The referee fails the test when all wait and the job has not ended: a contradiction must be said, it never hangs.
     """
 
-    @initialize(workers=st.integers(1, 4), model=st.sampled_from(MODELS), groups=st.integers(1, 2), begun=st.booleans())
-    def start(self, workers: int, model: Consistency, groups: int, begun: bool) -> None:
-        self.referee = Referee(workers, model, groups=[groups] * 100)
+    @initialize(
+        workers=st.integers(1, 4),
+        model=st.sampled_from(MODELS),
+        groups=st.integers(1, 3),
+        lent=st.none() | st.integers(4, 30),
+        begun=st.booleans(),
+    )
+    def start(self, workers: int, model: Consistency, groups: int, lent: int | None, begun: bool) -> None:
+        offer = lent and (lent, [2, 1, 5, 3])
+        self.referee = Referee(workers, model, groups=[groups] * 100, offers=[offer or None] * 100)
         self.ended = False
         if begun:
             self.referee.begin()
@@ -211,13 +280,25 @@ class AnythingGoes(RuleBasedStateMachine):
         if not self.ended and all(w == "outside" for w in self.referee.where) and not self.referee.waits:
             self._try(self.referee.begin)
 
-    @rule(index=INDEX, samples=st.integers(0, 3), group=st.integers(0, 1))
-    def push(self, index: int, samples: int, group: int) -> None:
+    @rule(
+        index=INDEX,
+        samples=st.integers(0, 3),
+        group=st.integers(0, 2),
+        first=st.booleans(),
+        every=st.sampled_from([0, 0, 0, 0, 1, 2, -1]),
+    )
+    def push(self, index: int, samples: int, group: int, first: bool, every: int) -> None:
         def act(worker: int) -> None:
             if group < len(self.referee.versions.get(worker, [])):
-                self.referee.push(worker, samples, group=group)
+                lent = self.referee.ledger and self.referee.ledger.hand[worker]
+                asks = bool(first and lent)
+                self.referee.push(worker, samples, group=group, wants_lease=asks, sync_every=every)
 
         self._do(index, ["training"], act)
+
+    @rule(index=INDEX)
+    def ask_lease(self, index: int) -> None:
+        self._do(index, ["training"], lambda w: self.referee.ask_lease(w))
 
     @rule(late=INDEX, samples=st.integers(0, 3))
     def push_all_but_one(self, late: int, samples: int) -> None:
@@ -228,7 +309,12 @@ class AnythingGoes(RuleBasedStateMachine):
 
     @rule(index=INDEX)
     def pause(self, index: int) -> None:
-        self._do(index, ["training"], lambda w: self.referee.gather(w, "pause"))
+        def act(worker: int) -> None:
+            if self.referee.ledger and self.referee.ledger.hand[worker]:
+                self.referee.return_leases(worker)
+            self.referee.gather(worker, "pause")
+
+        self._do(index, ["training"], act)
 
     @rule(index=INDEX, last=st.booleans())
     def resume(self, index: int, last: bool) -> None:
