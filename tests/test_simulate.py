@@ -82,14 +82,15 @@ def test_bsp_takes_the_slowest_workers_time():
     assert report.parts["rounds"] > 0.4 and report.parts["exchange"] == pytest.approx(0, abs=1e-9)
 
 
-def test_queues_of_network_and_updates_in_closed_form():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_queues_of_network_and_updates_in_closed_form(overlap):
     """Equal workers; each transfer takes T at the server, which sends one answer after another, so they spread by T."""
     n, rounds, step, latency, update = 4, 10, 0.05, 0.002, 0.003
     parameters, bandwidth = 250_000, 1e8
     transfer = 4 * parameters / bandwidth  # 0.01
     scenario = Scenario(
         machines((1,) * n, link=Link(bandwidth, latency)),
-        server=Server(bandwidth=bandwidth, update_seconds=update),
+        server=Server(bandwidth=bandwidth, update_seconds=update, overlap=overlap),
         parameters=parameters,
         samples=64 * n * rounds,
     )
@@ -107,14 +108,16 @@ def test_taking_gradients_in_takes_time_too():
     assert simulate(last).seconds == pytest.approx(10 * (0.5 + 0.01))
 
 
-def test_one_worker_pays_both_ways_over_its_link():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_worker_pays_both_ways_over_its_link(overlap):
     link = Link(1e6, 0.01)
-    scenario = Scenario(machines((1,), link=link), ASP(), parameters=25_000, samples=64 * 20)
+    scenario = Scenario(machines((1,), link=link), ASP(), Server(overlap=overlap), 25_000, 64 * 20)
     report = simulate(scenario)
     exchange = 2 * (0.1 + 0.01)
     assert report.seconds == pytest.approx(20 * (0.05 + exchange) + 0.1 + 2 * 0.01)
     assert report.bytes_up == 20 * 100_000 and report.bytes_down == 21 * 100_000
-    slow = Scenario(scenario.workers, ASP(), Server(bandwidth=5e5), 25_000, 64 * 20)  # now the server's is narrower
+    narrow = Server(bandwidth=5e5, overlap=overlap)  # narrower than the link
+    slow = Scenario(scenario.workers, ASP(), narrow, 25_000, 64 * 20)
     assert simulate(slow).seconds == pytest.approx(20 * (0.05 + 2 * (0.2 + 0.01)) + 0.2 + 2 * 0.01)
 
 
@@ -225,7 +228,7 @@ def test_updates_saturate_the_server_and_more_servers_help():
     assert one.samples_per_second == pytest.approx(64 / 0.02, rel=0.02) and one.utilisation["updating"] > 0.97
     assert four.samples_per_second == pytest.approx(4 * one.samples_per_second, rel=0.03)
     assert many.samples_per_second == pytest.approx(16 * 64 / 0.05, rel=0.03)
-    assert "the servers are updating" in str(one) and "the servers are" not in str(many)
+    assert "the servers are receiving and updating" in str(one) and "the servers are" not in str(many)
 
 
 def test_bandwidth_bounds_the_pushes():
@@ -236,6 +239,27 @@ def test_bandwidth_bounds_the_pushes():
     assert report.samples_per_second == pytest.approx(64 * 1e9 / 40e6, rel=0.1)
     assert report.utilisation["sending"] > 0.95
     assert report.parts["exchange"] > 0.8
+
+
+@pytest.mark.parametrize(("overlap", "seconds"), [(False, 0.01 + 0.006), (True, 0.01)])
+def test_receiving_and_updating_add_up_unless_they_overlap(overlap, seconds):
+    server = Server(bandwidth=1e8, update_seconds=0.006, overlap=overlap)
+    report = simulate(Scenario(machines((1,) * 16), ASP(), server, 250_000, 64 * 1600))
+    assert report.samples_per_second == pytest.approx(64 / seconds, rel=0.03)
+    said = "receiving and updating" if not overlap else "the servers are"
+    assert said in str(report)
+
+
+def test_an_update_waits_for_the_answer_before_it_unless_they_overlap():
+    """Two workers whose pushes come together: the second update may change the parameters once the first are out."""
+
+    def seconds(overlap):
+        workers = machines((1, 1), steps=1, link=Link(1e6))
+        return simulate(Scenario(workers, ASP(), Server(bandwidth=1e8, overlap=overlap), 250_000)).seconds
+
+    # Each gradient is on its link for 1 s, and so is each answer, and the parameters at the end.
+    assert seconds(True) == pytest.approx(0.05 + 1 + 1 + 1, abs=0.1)
+    assert seconds(False) == pytest.approx(0.05 + 2 + 1 + 1, abs=0.1)
 
 
 # What goes wrong
@@ -310,7 +334,8 @@ def scenarios(draw):
             st.sampled_from([BSP(), ASP()]), st.integers(0, 3).map(SSP), st.sampled_from([1, 2, 5, None]).map(WASP)
         )
     )
-    server = Server(draw(st.integers(1, 3)), link.bandwidth, draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1)))
+    costs = draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1))
+    server = Server(draw(st.integers(1, 3)), link.bandwidth, *costs, draw(st.booleans()))
     slow = tuple(Slowdown(draw(st.integers(0, n - 1)), 3.0, 9.0, f) for f in draw(st.lists(st.floats(0.01, 5))))
     samples, epochs, seed = draw(st.integers(n, 400)), draw(st.integers(1, 3)), draw(st.integers(0, 99))
     return Scenario(workers, model, server, 1000, samples, epochs, slow, failures, seed)
@@ -376,6 +401,7 @@ def test_flags_make_a_scenario():
             server_bandwidth="10GB/s",
             push_seconds="2ms",
             update_seconds="0.5ns/byte",
+            overlap="yes",
             slow=["0:10-20:0.5", "1:5-:0.1"],
             fail=["3@1min+10"],
             seed="7",
@@ -387,7 +413,7 @@ def test_flags_make_a_scenario():
     assert made[0] == Scenario(
         workers,
         BSP(),
-        Server(2, 1e10, 2 * 1e-3, 0.5 * 1e-9 * 178_000_000),
+        Server(2, 1e10, 2 * 1e-3, 0.5 * 1e-9 * 178_000_000, True),
         44_500_000,
         60_000,
         3,
@@ -410,10 +436,11 @@ def test_yaml_and_flags_meet_and_flags_win(tmp_path):
     file.write_text(
         "workers: 4\nspeeds: [1, 1, 0.5, 0.25]\nstep-seconds: 50ms\njitter: 0\nsamples: 25600\nlatency: 0\n"
         "slow: ['0:10-20:0.5']\nconsistency: [asp, 'ssp:3']\nparameters: 1e6\nbandwidth: 1gbit\n"
+        "overlap: yes\n"
     )
     settings = reading.merge({}, reading.from_file(str(file)), flags(consistency=["bsp"], slow=["0:0-1:1"]))
     (made,) = reading.scenarios(settings)
-    assert simulate(made).updates == 100
+    assert simulate(made).updates == 100 and made.server.overlap
     assert made.workers[0].link.bandwidth == 125e6 and made.server.bandwidth == 125e6 and made.parameters == 10**6
 
 
@@ -468,6 +495,7 @@ GOOD = {"workers": "4", "step_seconds": "50ms", "samples": "1000"}
         ({"update_seconds": "1ms/parameter"}, ["--update-seconds", "0.8ns/byte"]),
         ({"update_seconds": "-1"}, ["--update-seconds", "-1.0"]),
         ({"consistency": ["tsp"]}, ["--consistency", "'tsp'", "wasp"]),
+        ({"overlap": "maybe"}, ["--overlap", "'maybe'", "yes or no"]),
         ({"slow": ["0:10:0.5"]}, ["--slow", "0:10:0.5", "0:10-20:0.5"]),
         ({"slow": ["0:20-10:0.5"]}, ["--slow", "20-10", "after"]),
         ({"slow": ["9:1-2:0.5"]}, ["--slow", "9", "0 to 3"]),

@@ -4,10 +4,12 @@ A heap holds what reaches the servers and when. What follows from it is decided 
 :class:`hps_keras.coordinator.Coordinator` with the real consistency models and leases; here is only what takes time:
 
 - A worker computes, sends its gradient over its link, and waits for the answer.
-- The servers' interface receives, and sends, one message after another: two queues, one for each direction. A transfer
-  lasts as long as the slower of link and interface needs; a slow link keeps the interface busy only for the time that
-  the interface needs for the bytes.
-- The servers take gradients in, update and answer one after another: a third queue.
+- The servers do one thing after another, as the real one does: receive the gradient whose turn has come, take it in,
+  update when the last answers are out. Answers go out one after another, beside other work.
+- With `overlap` they also receive beside other work: the interface has a queue for each direction, and the updates have
+  one of their own.
+- A transfer lasts as long as the slower of link and interface needs. What only the link needs more keeps nobody else
+  waiting, except that a server without `overlap` waits for the gradient that it receives.
 
 Joining and leaving take no time, and neither do evaluation, callbacks and validation at the ends of epochs.
 """
@@ -156,13 +158,19 @@ class Simulation:
         self._leased = scenario.samples is not None
         server = scenario.server
         self._transfer = scenario.model_bytes / (server.count * server.bandwidth)
+        self._overlap = server.overlap
         self._push_seconds = server.push_seconds / server.count
         self._update_seconds = server.update_seconds / server.count
-        # What a slow link adds to the time that the interface needs.
-        self._excess = [max(0.0, scenario.model_bytes / w.link.bandwidth - self._transfer) for w in scenario.workers]
+        # What a slow link adds to the time that the interface needs, and for how much of it a server is kept waiting:
+        # several servers are kept by several workers at the same time.
+        links = [scenario.model_bytes / w.link.bandwidth for w in scenario.workers]
+        self._excess = [max(0.0, seconds - self._transfer) for seconds in links]
+        share = 0.0 if server.overlap else 1 / server.count
+        self._blocking = [max(0.0, seconds * share - self._transfer) for seconds in links]
         self._events: list[tuple[float, int, int]] = []
         self._count = 0  # of events; equal times are handled in the order in which they were planned
-        self._free_in = self._free_out = 0.0
+        self._free_in = self._free_out = 0.0  # when the interface is free
+        self._flushed = 0.0  # when the last answer is out
         self._now = 0.0  # the servers' own time: when they are free
         self._busy = {"receiving": 0.0, "sending": 0.0, "updating": 0.0}
         self._sequence = 0
@@ -238,7 +246,7 @@ class Simulation:
         machine.request, machine.sent_at = request, at
         arrival = at + self._scenario.workers[rank].link.latency
         if request == "push":
-            arrival += self._excess[rank]
+            arrival += self._excess[rank] - self._blocking[rank]
             machine.bytes_up += self._scenario.model_bytes
         self._plan(rank, arrival)
 
@@ -250,12 +258,13 @@ class Simulation:
     # -- servers --
 
     def _handle(self, at: float, ticket: int, rank: int) -> None:
-        """Something reaches the servers' interface; all before it have been handled, whenever that will be."""
+        """Something reaches the servers; all before it have been handled, whenever that will be."""
         machine, coordinator = self._machines[rank], self._coordinator
-        transfer = self._transfer if machine.request == "push" else 0.0
-        self._free_in = max(self._free_in, at) + transfer
-        self._busy["receiving"] += transfer
-        self._now = max(self._now, self._free_in)
+        if self._overlap and machine.request == "push":
+            self._free_in = max(self._free_in, at) + self._transfer
+            self._busy["receiving"] += self._transfer
+            self._now = max(self._now, self._free_in)
+        self._now = max(self._now, at)
         request, now = machine.request, self._now
         if request == "push":
             machine.steps += 1
@@ -280,11 +289,15 @@ class Simulation:
         ends_sync = False
         for decision in decisions:
             if isinstance(decision, Take):
-                self._spend(self._push_seconds)
+                if not self._overlap:
+                    self._spend(self._transfer + self._blocking[decision.push.worker], "receiving")
+                self._spend(self._push_seconds, "updating")
                 lease = self._machines[decision.push.worker].lease
                 self._arithmetic.take(decision.push, decision.factor, decision.first, lease)
             elif isinstance(decision, Update):
-                self._spend(self._update_seconds)
+                if not self._overlap:
+                    self._now = max(self._now, self._flushed)
+                self._spend(self._update_seconds, "updating")
                 self._update(decision)
             elif isinstance(decision, Answer):
                 ends_sync |= decision.sync
@@ -297,9 +310,9 @@ class Simulation:
                 raise ProtocolError(f"at second {self._now:.6g} of the simulation: {decision.text}")
         self._syncs += ends_sync
 
-    def _spend(self, seconds: float) -> None:
+    def _spend(self, seconds: float, what: str) -> None:
         self._now += seconds
-        self._busy["updating"] += seconds
+        self._busy[what] += seconds
 
     def _update(self, decision: Update) -> None:
         self._updates += 1
@@ -327,6 +340,7 @@ class Simulation:
             self._free_out = max(self._free_out, self._now) + transfer
             self._busy["sending"] += transfer
             arrival = self._free_out + self._excess[rank]
+            self._flushed = max(self._flushed, self._free_out + self._blocking[rank])
             machine.bytes_down += self._scenario.model_bytes
         arrival += link.latency
         waited = 0.0 if machine.held_since is None else self._now - machine.held_since
@@ -409,6 +423,7 @@ class Simulation:
         return Report(
             consistency=str(scenario.consistency),
             servers=server.count,
+            overlap=server.overlap,
             seconds=self._ended,
             epoch_seconds=tuple(self._epochs),
             updates=self._updates,

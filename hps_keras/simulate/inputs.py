@@ -61,6 +61,13 @@ def count(text: str) -> int:
     return round(value)
 
 
+def yes_or_no(text: str) -> bool:
+    """Reads ``yes``, ``no``, ``true``, ``false``."""
+    if text.strip().lower() not in ("yes", "no", "true", "false"):
+        raise _Bad("give yes or no")
+    return text.strip().lower() in ("yes", "true")
+
+
 @dataclass(frozen=True)
 class Cost:
     """Time of an operation on all parameters: `fixed` seconds and `per_byte` for each of the model's bytes."""
@@ -138,6 +145,7 @@ SETTINGS: Mapping[str, Setting] = {
     "server_bandwidth": Setting(rate, "one", "RATE", "of one server's interface; as the fastest link unless given"),
     "push_seconds": Setting(cost, "one", "S", "a server's time to take one gradient in, e.g. 2ms or 0.2ns/byte"),
     "update_seconds": Setting(cost, "one", "S", "a server's time for one update of the parameters, as push-seconds"),
+    "overlap": Setting(yes_or_no, "one", "YES|NO", "whether servers receive while they update; no, as the real one"),
     "slow": Setting(slowdown, "list", "W:A-B:F", "worker W runs at F times its speed from second A to B; can repeat"),
     "fail": Setting(failure, "list", "W@S", "worker W is lost at second S (W@S+T: noticed T later); can repeat"),
     "seed": Setting(count, "one", "N", "of the jitter, 0 unless given"),
@@ -285,12 +293,18 @@ def _scenario(
         )
     ]
     parameters = read.get("parameters", 0)
-    costs = [read.get(name, Cost()).of(BYTES_PER_PARAMETER * parameters) for name in ("push_seconds", "update_seconds")]
+    nbytes = BYTES_PER_PARAMETER * parameters
     fastest = max((link.bandwidth for link in links), default=math.inf)
     return Scenario(
         workers=tuple(machines),
         consistency=model,
-        server=Server(servers, read.get("server_bandwidth", fastest), *costs),
+        server=Server(
+            count=servers,
+            bandwidth=read.get("server_bandwidth", fastest),
+            push_seconds=read.get("push_seconds", Cost()).of(nbytes),
+            update_seconds=read.get("update_seconds", Cost()).of(nbytes),
+            overlap=read.get("overlap", False),
+        ),
         parameters=parameters,
         samples=read.get("samples"),
         epochs=read.get("epochs", 1),
@@ -310,7 +324,8 @@ def _read(name: str, given: Given) -> Any:
         raise ConfigurationError(f"{given.label}: {given.value!r}: give one value")
     try:
         for value in values:
-            if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            known = isinstance(value, (str, int, float))
+            if not known or (isinstance(value, bool) and setting.read is not yes_or_no):
                 raise _Bad(f"give {setting.shown}: {setting.help}")
         read = [setting.read(value if isinstance(value, str) else repr(value)) for value in values]
     except _Bad as error:

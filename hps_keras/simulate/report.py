@@ -27,6 +27,7 @@ class Report:
     Attributes:
         consistency: The model, as :func:`hps_keras.consistency.parse` reads it.
         servers: Number of servers.
+        overlap: Whether they receive while they update.
         seconds: The whole run.
         epoch_seconds: Each epoch.
         updates: Updates of the parameters.
@@ -45,6 +46,7 @@ class Report:
 
     consistency: str
     servers: int
+    overlap: bool
     seconds: float
     epoch_seconds: tuple[float, ...]
     updates: int
@@ -226,7 +228,10 @@ def table(reports: Sequence[Report], targets: Sequence[tuple[str, float]] = ()) 
 
 
 def _bottlenecks(report: Report) -> list[str]:
-    busy, share = max(report.utilisation.items(), key=lambda item: item[1])
+    load = report.utilisation
+    if not report.overlap:  # these two are one after the other
+        load = {"receiving and updating": load["receiving"] + load["updating"], "sending": load["sending"]}
+    busy, share = max(load.items(), key=lambda item: item[1])
     if share < _FULL:
         return []
     return [f"the servers are {busy} {share:.0%} of the time: more of them, or fewer bytes, would be faster"]

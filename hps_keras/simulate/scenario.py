@@ -85,12 +85,16 @@ class Server:
         bandwidth: Bytes per second of one server's network interface, in each direction.
         push_seconds: Time in which one server alone would take a gradient in.
         update_seconds: Time in which one server alone would update the parameters.
+        overlap: Whether a server receives, updates and sends at the same time, for different workers. The real one does
+            not: it receives a gradient when its turn has come, updates when its last answers are out, and only sends
+            beside other work.
     """
 
     count: int = 1
     bandwidth: float = math.inf
     push_seconds: float = 0.0
     update_seconds: float = 0.0
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         _need(self.count >= 1, "servers", self.count, "give the number of servers, 1 or more")
