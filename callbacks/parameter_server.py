@@ -13,6 +13,7 @@ import numpy as np
 from hps_keras import backends, cluster, data, server, worker
 from hps_keras.backends.pipeline import supply
 from hps_keras.errors import ConfigurationError, HpsError
+from hps_keras.link import link
 from hps_keras.telemetry import Summary
 
 # Set as `model.stop_training`, it makes Keras break out of an epoch's loop after this batch, when the pass is over.
@@ -90,7 +91,7 @@ class ParameterServer(keras.callbacks.Callback):
             )
         worker.check_model(self.model)
         here.busy = "fit"
-        exchange = self._exchange = worker.Exchange(worker.link(here), self.model, here.rank)
+        exchange = self._exchange = worker.Exchange(link(here), self.model, here.rank)
         self._paused = False
         if elastic is not None:
             self._draw_leases(elastic, fit)

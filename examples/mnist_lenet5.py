@@ -3,8 +3,9 @@
     hpsrun -np 4 examples/mnist_lenet5.py                       3 workers and a parameter server
     mpiexec -n 4 python examples/mnist_lenet5.py --epochs 3     the same, by MPI's own launcher
     python examples/mnist_lenet5.py                             one process alone: plain Keras
-    hpsrun -np 4 examples/mnist_lenet5.py --demo                what unequal workers cost with BSP, and win with ASP
+    hpsrun -np 4 examples/mnist_lenet5.py --demo                what unequal workers cost with BSP, and win with WASP
 
+All workers train on one stream of images (ElasticDataset): who is faster takes more of it.
 `--speeds 1,1,0.5` *emulates* a slow worker: it sleeps after each step, so that its steps take twice as long.
 """
 
@@ -15,7 +16,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ import keras
 import numpy as np
 
 import hps_keras as hps
+from hps_keras.consistency import Asynchronous, parse
 
 SUBSET = Path(__file__).parent / "data" / "mnist-subset.npz"
 DEMO_STEP = 0.06
 """Seconds that a step takes on an emulated device of speed 1. Long against the real step on any machine, so that the
 demo shows the same on a laptop with two cores."""
+DEMO_SYNC = 50
+"""Steps of each worker between two forced syncs in the demo."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -39,14 +43,14 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--epochs", type=int, default=3, help="passes over the training images (3)")
     add("--batch-size", type=int, default=64, help="images in a step of one worker (64)")
-    add("--lr", type=float, default=0.05, help="learning rate (0.05); with asp it is divided by the number of workers")
+    add("--lr", type=float, default=0.05, help="learning rate (0.05), as for one batch of all workers together")
     add("--momentum", type=float, default=0.9, help="momentum of SGD (0.9)")
-    add("--consistency", default=os.environ.get("HPS_CONSISTENCY", "bsp"), help="bsp or asp (HPS_CONSISTENCY, or bsp)")
+    add("--consistency", default=os.environ.get("HPS_CONSISTENCY", "bsp"), help="bsp, asp, ssp:3 or wasp:50 (bsp)")
     add("--speeds", type=speeds, metavar="1,1,0.5", help="emulate workers of these speeds, each over 0 and at most 1")
     add("--full", action="store_true", help="all 60,000 images, from where keras.datasets keeps them")
     add("--data", type=Path, metavar="FILE", help="another file like mnist.npz")
     add("--seed", type=int, default=1, help="seed of the weights and of the order of the images (1)")
-    add("--demo", action="store_true", help="compare BSP and ASP on emulated workers of speeds 1, ..., 1, 0.5")
+    add("--demo", action="store_true", help="compare BSP and WASP on emulated workers of speeds 1, ..., 1, 0.5")
     return parser.parse_args()
 
 
@@ -64,26 +68,6 @@ class Images:
 
     x: np.ndarray
     y: np.ndarray
-
-    def shard(self, shares: Sequence[float], index: int) -> Images:
-        """Cuts the images into pieces in proportion to `shares` and returns one of them."""
-        ends = np.cumsum([0, *split(len(self.y), shares)])
-        piece = slice(ends[index], ends[index + 1])
-        return Images(self.x[piece], self.y[piece])
-
-    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields batches of exactly `size` images, pass after pass, shuffled anew for each."""
-        while True:
-            order = np.random.permutation(max(len(self.y), size)) % len(self.y)
-            for start in range(0, len(order) - size + 1, size):
-                chosen = order[start : start + size]
-                yield self.x[chosen], self.y[chosen]
-
-
-def split(total: int, shares: Sequence[float]) -> list[int]:
-    """Splits a whole number into whole numbers in proportion to `shares`."""
-    ends = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * total).astype(int)
-    return [int(n) for n in np.diff(ends)]
 
 
 def load(args: argparse.Namespace) -> tuple[Images, Images]:
@@ -186,28 +170,28 @@ def train(
     training: Images,
     test: Images,
     consistency: str,
-    shares: Sequence[float],
     worker_speeds: Sequence[float] | None,
-    steps: Sequence[int] | None = None,
+    step_seconds: float | None = None,
 ) -> Result:
     """Trains a new LeNet-5 with all workers.
 
     Args:
         args: The command line.
-        training: All training images; each worker takes a shard of them.
+        training: All training images.
         test: All test images.
-        consistency: `"bsp"` or `"asp"`.
-        shares: How large each worker's shard is, relative to the others'.
+        consistency: `"bsp"`, `"wasp:50"`, ...
         worker_speeds: Speeds to emulate, or None.
-        steps: Each worker's steps in an epoch, on a device that is emulated as a whole; None: a pass over its shard.
+        step_seconds: Time of a step at speed 1, on a device that is emulated as a whole; None: the real one.
     """
-    mine = training.shard(shares, hps.rank())
-    keras.utils.set_random_seed(args.seed + hps.rank())  # all start from the chief's weights, but shuffle differently
+    keras.utils.set_random_seed(args.seed)
+    data = hps.data.ElasticDataset(training.x, training.y, batch_size=args.batch_size)
     model = lenet5()
-    # N workers that each apply their gradients alone move the weights N times as far as one average of them does.
-    rate = args.lr / hps.size() if consistency.lower() == "asp" else args.lr
+    rule = parse(consistency)
+    # N workers that apply their gradients each alone, unweighted, move the weights N times as far as one average.
+    alone = isinstance(rule, Asynchronous) and rule.weight_of(hps.size()) == 1
+    rate = args.lr / hps.size() if alone else args.lr
     model.compile(
-        optimizer=hps.DistributedOptimizer(keras.optimizers.SGD(rate, args.momentum), consistency=consistency),
+        optimizer=hps.DistributedOptimizer(keras.optimizers.SGD(rate, args.momentum), consistency=rule),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -215,20 +199,13 @@ def train(
     watch = Stopwatch()
     callbacks: list[keras.callbacks.Callback] = [ps, watch]
     if worker_speeds is not None:
-        callbacks.append(EmulatedSpeed(ps, worker_speeds[hps.rank()], None if steps is None else DEMO_STEP))
+        callbacks.append(EmulatedSpeed(ps, worker_speeds[hps.rank()], step_seconds))
     verbose = 2 if is_chief() else 0  # a line an epoch: a progress bar needs a terminal, which not every launcher gives
-    options = {"epochs": args.epochs, "verbose": verbose, "callbacks": callbacks}
-    if steps is None:
-        samples = len(training.y)
-        model.fit(mine.x, mine.y, batch_size=args.batch_size, **options)
-    else:
-        # Of arrays, Keras makes a new pipeline in each epoch, and TensorFlow's starts with a stall of a second or more
-        # at times, which would be counted as waiting. An endless generator has no such pauses.
-        samples = sum(steps) * args.batch_size
-        model.fit(mine.batches(args.batch_size), steps_per_epoch=steps[hps.rank()], shuffle=False, **options)
+    model.fit(data, epochs=args.epochs, verbose=verbose, callbacks=callbacks)
     # Only workers get here: in `fit` the parameter server has served until the job ended.
     _, accuracy = model.evaluate(test.x, test.y, batch_size=500, verbose=0)
-    return Result(ps.summary, samples / watch.epoch_seconds, watch.times[-1] - watch.times[0], accuracy)
+    seconds = watch.times[-1] - watch.times[0]
+    return Result(ps.summary, len(training.y) / watch.epoch_seconds, seconds, accuracy)
 
 
 def is_chief() -> bool:
@@ -247,7 +224,7 @@ def once(args: argparse.Namespace, training: Images, test: Images) -> None:
     workers = hps.size()
     if args.speeds is not None and len(args.speeds) != workers:
         sys.exit(f"--speeds names {len(args.speeds)} workers, and there are {workers}")
-    result = train(args, training, test, args.consistency, [1] * workers, args.speeds)
+    result = train(args, training, test, args.consistency, args.speeds)
     if result.summary is not None:
         say("", str(result.summary))
         if args.speeds is not None:
@@ -259,16 +236,11 @@ def once(args: argparse.Namespace, training: Images, test: Images) -> None:
 
 
 def demo(args: argparse.Namespace, training: Images, test: Images) -> None:
-    """Trains with BSP, then with ASP, on workers one of which is slow, and prints what differs."""
+    """Trains with BSP, then with WASP, on workers one of which is slow, and prints what differs."""
     workers = hps.size()
     emulated = args.speeds or [1.0] * (workers - 1) + [0.5]
     if workers < 2 or len(emulated) != workers:
         sys.exit(f"--demo compares {len(emulated)} workers, two or more, and there are {workers}; start it with -np 4")
-    rounds = len(training.y) // (workers * args.batch_size)
-    if rounds < workers:
-        sys.exit(
-            f"--demo needs at least {workers * workers} batches of {args.batch_size} images: give more, or smaller ones"
-        )
     listed = ", ".join(f"{speed:g}" for speed in emulated)
     times = ", ".join(f"{1000 * DEMO_STEP / speed:.0f}" for speed in emulated)
     say(
@@ -277,45 +249,48 @@ def demo(args: argparse.Namespace, training: Images, test: Images) -> None:
         "",
         "1. BSP: a round takes one batch of every worker, so all wait for the slowest.",
     )
-    bsp = train(args, training, test, "bsp", [1] * workers, emulated, [rounds] * workers)
-    say("", str(bsp.summary), "", "2. ASP: each gradient is applied when it comes, so nobody waits for another's step.")
-    # In proportion to the speeds, so that all end their epochs at about the same time.
-    steps = split(workers * rounds, emulated)
-    asp = train(args, training, test, "asp", emulated, emulated, steps)
-    say("", str(asp.summary), "", compared(args, test, emulated, steps, bsp, asp))
+    bsp = train(args, training, test, "bsp", emulated, DEMO_STEP)
+    say(
+        "",
+        str(bsp.summary),
+        "",
+        f"2. WASP({DEMO_SYNC}): each gradient is applied when it comes, weighted by its staleness; all meet every "
+        f"{DEMO_SYNC} steps.",
+    )
+    wasp = train(args, training, test, f"wasp:{DEMO_SYNC}", emulated, DEMO_STEP)
+    say("", str(wasp.summary), "", compared(args, training, test, emulated, bsp, wasp))
 
 
 def compared(
-    args: argparse.Namespace, test: Images, emulated: Sequence[float], steps: Sequence[int], bsp: Result, asp: Result
+    args: argparse.Namespace, training: Images, test: Images, emulated: Sequence[float], bsp: Result, wasp: Result
 ) -> str:
     """Says in plain words what asynchrony won and what it cost."""
     workers = len(emulated)
-    ratio = asp.samples_per_second / bsp.samples_per_second
+    ratio = wasp.samples_per_second / bsp.samples_per_second
     bound = sum(emulated) / (workers * min(emulated))
-    staleness = sum(w["steps"] * w["mean_staleness"] for w in asp.summary.workers) / (args.epochs * sum(steps))
+    rows = wasp.summary.workers
+    staleness = sum(w["steps"] * w["mean_staleness"] for w in rows) / sum(w["steps"] for w in rows)
     # Twice the standard error of the difference of two accuracies, in points.
-    noise = 200 * np.sqrt(sum(r.accuracy * (1 - r.accuracy) for r in (bsp, asp)) / len(test.y))
-    gap = 100 * (asp.accuracy - bsp.accuracy)
-    shards = ", ".join(f"{n * args.batch_size:,}" for n in steps)
+    noise = 200 * np.sqrt(sum(r.accuracy * (1 - r.accuracy) for r in (bsp, wasp)) / len(test.y))
+    gap = 100 * (wasp.accuracy - bsp.accuracy)
+    taken = ", ".join(f"{w['samples']:,}" for w in rows)
     table = [
-        f"{'':32}{'BSP':>10}{'ASP':>10}",
-        f"{'samples/s, all waiting included':32}{bsp.samples_per_second:10.0f}{asp.samples_per_second:10.0f}",
-        f"{'seconds of training':32}{bsp.seconds:10.1f}{asp.seconds:10.1f}",
-        f"{'test accuracy':32}{bsp.accuracy:10.2%}{asp.accuracy:10.2%}",
+        f"{'':32}{'BSP':>10}{'WASP':>10}",
+        f"{'samples/s, all waiting included':32}{bsp.samples_per_second:10.0f}{wasp.samples_per_second:10.0f}",
+        f"{'seconds of training':32}{bsp.seconds:10.1f}{wasp.seconds:10.1f}",
+        f"{'test accuracy':32}{bsp.accuracy:10.2%}{wasp.accuracy:10.2%}",
         f"{'staleness of a gradient':32}{0:10}{staleness:10.2f}",
     ]
     words = [
         f"Won: {ratio:.2f} times the samples per second. At these speeds no schedule can reach more than {bound:.2f} "
         "times BSP with equal batches.",
-        f"Paid: while a gradient was computed, {staleness:.2f} updates by others changed the parameters under it. The "
-        "learning rate had to be divided by the number of workers, and a run does not repeat bit by bit, as one with "
-        f"BSP does. All this grows with the number of workers. Accuracy here: {gap:+.2f} points; with "
-        f"{len(test.y):,} test images up to {noise:.1f} either way are noise.",
-        "Waiting remains at the end of each epoch, where all take the same weights. To keep it short, ASP had shards "
-        f"in proportion to the speeds ({shards} images). With equal shards, as BSP had, the fast workers would be done "
-        "early and wait there for the slow one: each epoch would take as long as with BSP.",
+        f"Paid: while a gradient was computed, {staleness:.2f} updates by others changed the parameters under it, and "
+        "a run does not repeat bit by bit, as one with BSP does. Staleness grows with the number of workers. Accuracy "
+        f"here: {gap:+.2f} points; with {len(test.y):,} test images up to {noise:.1f} either way are noise.",
+        f"All workers drew from one stream of images, and took as many as they could: {taken}. So they ended each "
+        "epoch together.",
     ]
-    head = f"After {args.epochs * sum(steps) * args.batch_size:,} samples each, on EMULATED device times:"
+    head = f"After {args.epochs * len(training.y):,} samples each, on EMULATED device times:"
     return "\n".join([head, "", *table, *(f"\n{textwrap.fill(text, 100)}" for text in words)])
 
 

@@ -114,7 +114,7 @@ class Cluster:
         node_workers: The workers on this machine, as world ranks.
         settings: See :class:`Settings`.
         wire: Sends and receives on `comm`.
-        link: A worker's line to the server (:class:`hps_keras.worker.Link`), once it has one.
+        link: A worker's line to the server (:class:`hps_keras.link.Link`), once it has one.
         server: A parameter server's :class:`hps_keras.server.Server`, once it serves.
         busy: What the process is in the middle of ("fit"), or None: an exit then is a failure.
     """

@@ -1,9 +1,8 @@
 """The worker's side of the exchange: push gradients, pull parameters, agree with the others.
 
-:class:`Link` sends requests to the parameter server and waits for answers. :class:`Exchange` lives as long as one
-`fit`: it brings the model into step with the others at the beginning, exchanges after every training step, and
-synchronises at the end of every epoch. The callback (:mod:`hps_keras.callbacks.parameter_server`) decides when; the
-server decides what becomes of it.
+:class:`Exchange` lives as long as one `fit`: it brings the model into step with the others at the beginning, exchanges
+after every training step, and synchronises at the end of every epoch. The callback
+(:mod:`hps_keras.callbacks.parameter_server`) decides when; the server decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,103 +20,15 @@ from keras import ops
 
 from hps_keras import backends, wire
 from hps_keras import optimizer as wrapping
-from hps_keras.cluster import Cluster
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
+from hps_keras.link import Link
 from hps_keras.scheduling import Lease
 from hps_keras.slots import state_to_send
 from hps_keras.stash import applied_since
 from hps_keras.wire import Flag, Header, Kind
 
 logger = logging.getLogger("hps_keras")
-
-
-class Link:
-    """This worker's line to the parameter server; one per process."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        assert cluster.wire is not None
-        self._wire, self._cluster, self.server = cluster.wire, cluster, cluster.servers[0]
-        self._sequences: Counter[str] = Counter()
-
-    def request(
-        self,
-        header: Header,
-        body: Any = None,
-        payload: Sequence[np.ndarray] = (),
-        into: Sequence[np.ndarray] | Callable[[Header], Sequence[np.ndarray]] | None = None,
-    ) -> tuple[Header, Any, np.ndarray | None]:
-        """Sends a request and waits for its answer.
-
-        Args:
-            header: The request's head.
-            body: What JSON holds of it, or None.
-            payload: The arrays that follow.
-            into: Where the answer's payload goes, perhaps by what its head says. None: into new memory, as bytes.
-
-        Returns:
-            The answer's header, its body, and its payload when `into` is None and there is one.
-
-        Raises:
-            ExchangeTimeout: The server has said nothing for HPS_TIMEOUT seconds, not even that it waits for others.
-        """
-        sending = self._wire.post(self.server, header, body, payload)
-        answer, text = self._answer(header)
-        fresh = None
-        if answer.payload and into is None:
-            fresh = self._wire.bytes_of(self.server, answer)
-        elif answer.payload:
-            assert into is not None
-            self._wire.receive(self.server, answer, into(answer) if callable(into) else into)
-        what = f"{self._cluster.name(self.server)} answered but did not take the whole of {self._what(header)}"
-        self._wire.patience.until(sending.done, self._wire.timeout, lambda: what)
-        return answer, text, fresh
-
-    def _answer(self, request: Header) -> tuple[Header, Any]:
-        while True:
-            header = self._wire.next(self.server, lambda: self._late(request))
-            text = self._wire.body(self.server, header)
-            if header.kind != Kind.WAIT:
-                return header, text
-            # Somebody else is late; the server is alive and watches him, so this worker's patience begins anew.
-
-    def _late(self, request: Header) -> str:
-        return (
-            f"{self._cluster.name(self.server)} has been silent for {self._wire.timeout:g} s (HPS_TIMEOUT) while this "
-            f"worker waits for the answer to {self._what(request)}; has its script reached model.fit with "
-            "hps.callbacks.ParameterServer()?"
-        )
-
-    @staticmethod
-    def _what(header: Header) -> str:
-        return f"its {Kind(header.kind).name.lower()} request"
-
-    def gather(
-        self,
-        name: str,
-        body: Any = None,
-        samples: int = 0,
-        payload: Sequence[np.ndarray] = (),
-        into: Sequence[np.ndarray] | None = None,
-    ) -> tuple[Any, np.ndarray | None]:
-        """Contributes to the next gather of that name and returns what comes of it: a body and a payload."""
-        self._sequences[name] += 1
-        header = Header(Kind.GATHER, samples=samples, sequence=self._sequences[name])
-        _, text, fresh = self.request(header, {"name": name, "value": body}, payload, into)
-        return text, fresh
-
-    def agree(
-        self, name: str, mean: dict[str, Any] | None = None, any_: bool = False, chief: Any = None
-    ) -> dict[str, Any]:
-        """Makes one decision for all workers, see :func:`hps_keras.consensus.consensus`."""
-        return self.gather(name, {"mean": mean or {}, "any": any_, "chief": chief})[0]
-
-
-def link(cluster: Cluster) -> Link:
-    """Returns the process's line to the server."""
-    if cluster.link is None:
-        cluster.link = Link(cluster)
-    return cluster.link
 
 
 class _Group:
