@@ -49,15 +49,32 @@ def _compiled(optimizer):
     return model
 
 
-def _sgd(rate, steps):
+def _sgd(rate, steps, momentum=0.0):
     import keras
 
-    # Without momentum, as stale gradients add some of their own. A rate that falls to zero makes the end of a training
-    # less a matter of luck.
-    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(rate, steps))
+    # A rate that falls to zero makes the end of a training less a matter of luck.
+    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(rate, steps), momentum)
 
 
 def asynchronous_and_alone():
+    """Unweighted, without momentum, with the rate divided by the number of workers; each has a shard."""
+    import hps_keras as hps
+
+    x, y, _, _, _ = _data()
+    mine = slice(hps.rank(), None, hps.size())
+    return _both(hps.ASP(), RATE / hps.size(), RATE, 0.0, (x[mine], y[mine]), {"batch_size": BATCH})
+
+
+def weighted_and_alone():
+    """Weighted, with momentum and rate as for one worker, and forced syncs; one stream of samples for all."""
+    import hps_keras as hps
+
+    x, y, _, _, _ = _data()
+    stream = hps.data.ElasticDataset(x, y, batch_size=BATCH, seed=1)
+    return _both(hps.WASP(sync_every=50), 0.05, 0.05, 0.9, (stream,), {})
+
+
+def _both(consistency, rate, rate_alone, momentum, data, options):
     import keras
 
     import hps_keras as hps
@@ -65,18 +82,17 @@ def asynchronous_and_alone():
     x, y, x_test, y_test, epochs = _data()
     workers = hps.size()
     keras.utils.set_random_seed(1 + hps.rank())
-    mine = slice(hps.rank(), None, workers)
-    steps = epochs * -(-len(y[mine]) // BATCH)
-    model = _compiled(hps.DistributedOptimizer(_sgd(RATE / workers, steps), hps.ASP()))
+    steps = epochs * -(-len(y) // (BATCH * workers))
+    model = _compiled(hps.DistributedOptimizer(_sgd(rate, steps, momentum), consistency))
     ps = hps.callbacks.ParameterServer()
-    model.fit(x[mine], y[mine], batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[ps])
+    model.fit(*data, epochs=epochs, verbose=0, callbacks=[ps], **options)
     if hps.rank() > 0:
         return None
     together = model.evaluate(x_test, y_test, batch_size=500, verbose=0)[1]
 
     # One worker, plain Keras: a step takes as many samples as one step of all workers together.
     keras.utils.set_random_seed(1)
-    model = _compiled(_sgd(RATE, epochs * -(-len(y) // (BATCH * workers))))
+    model = _compiled(_sgd(rate_alone, steps, momentum))
     model.fit(x, y, batch_size=BATCH * workers, epochs=epochs, verbose=0)
     alone = model.evaluate(x_test, y_test, batch_size=500, verbose=0)[1]
     return {
@@ -113,14 +129,15 @@ def synchronous_runs():
 @pytest.fixture(scope="module")
 def trained():
     env = {"HPS_TEST_MNIST": str(mnist())}
-    return run([synchronous_runs, asynchronous_and_alone], 4, env=env, timeout=800).results
+    return run([synchronous_runs, asynchronous_and_alone, weighted_and_alone], 4, env=env, timeout=800).results
 
 
-def test_asynchronous_workers_reach_what_one_worker_reaches(trained):
-    result = trained["asynchronous_and_alone"][0]
+@pytest.mark.parametrize("name", ["asynchronous_and_alone", "weighted_and_alone"])
+def test_asynchronous_workers_reach_what_one_worker_reaches(trained, name):
+    result = trained[name][0]
     assert result["samples"][0] == result["samples"][1], "the comparison is void: not the same number of samples"
     assert max(result["staleness"]) > 0.5, "the comparison is void: the workers took turns"
-    print(f"3 workers with ASP {result['together']:.4f}, one worker {result['alone']:.4f}")
+    print(f"3 workers, {name}: {result['together']:.4f}, one worker {result['alone']:.4f}")
     assert result["alone"] > 0.95
     assert abs(result["together"] - result["alone"]) < 0.005, result
 
