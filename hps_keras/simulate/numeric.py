@@ -94,15 +94,15 @@ def train(
     )
     sharded = bool(workers) and all(w.steps is not None for w in workers)
     scenario = Scenario(
-        tuple(workers),
-        rule,
-        server or Server(),
-        sum(int(np.prod(v.shape)) for v in model.trainable_variables),
-        None if sharded else numeric.samples,
-        epochs,
-        tuple(slowdowns),
-        tuple(failures),
-        seed,
+        workers=tuple(workers),
+        consistency=rule,
+        server=server or Server(),
+        parameters=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
+        samples=None if sharded else numeric.samples,
+        epochs=epochs,
+        slowdowns=tuple(slowdowns),
+        failures=tuple(failures),
+        seed=seed,
     )
     report = simulate(scenario, numeric)
     numeric.finish()
