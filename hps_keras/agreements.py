@@ -113,6 +113,12 @@ class Agreements:
                 raise ConfigurationError(
                     f"worker {rank} fits {said[0]}, worker {chief} {said[1]}: give all workers the same, whole data set"
                 )
+            for name, remedy in (("shuffle", "give all the same"), ("order", "install the same numpy on all")):
+                if offer and offer[name] != offers[chief][name]:
+                    raise ConfigurationError(
+                        f"{name}={offer[name]} of the ElasticDataset of worker {rank}, {name}={offers[chief][name]} of "
+                        f"worker {chief}: they would not train on the same order of samples; {remedy}"
+                    )
         if offers[chief]:
             self._seed = offers[chief]["seed"]
             sizes = {rank: offer["batch_size"] for rank, offer in offers.items()}

@@ -23,7 +23,7 @@ from hps_keras import optimizer as wrapping
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
 from hps_keras.link import Link
-from hps_keras.scheduling import Lease
+from hps_keras.scheduling import Lease, fingerprint
 from hps_keras.slots import state_to_send
 from hps_keras.stash import applied_since
 from hps_keras.wire import Flag, Header, Kind
@@ -81,7 +81,13 @@ class Exchange:
 
     def enter(self, epochs: int | None, initial_epoch: int) -> int:
         """Joins the others; returns the epoch with which the chief begins."""
-        data = self.feed and {n: int(getattr(self.feed, n)) for n in ("samples", "batch_size", "seed")}
+        data = self.feed and {
+            "samples": self.feed.samples,
+            "batch_size": self.feed.batch_size,
+            "seed": self.feed.seed,
+            "shuffle": self.feed.dataset.shuffle,
+            "order": fingerprint(),
+        }
         body, _ = self.link.gather("enter", {"epochs": epochs, "initial_epoch": initial_epoch, "data": data})
         self.chief, self.server_returns, self._seed = body["chief"] == self.rank, body["returns"], body["seed"]
         self._begin_pass(body["leases"])

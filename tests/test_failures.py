@@ -456,3 +456,46 @@ def test_a_worker_that_falls_silent_is_named_with_what_it_owes(fail):
     assert "worker 1 fell silent" in said and "after its push number 3 of this fit" in said
     assert "it owes a push on version 3 of optimizer 0; waiting for it: workers [0]" in said and "HPS_TIMEOUT" in said
     assert "after fit" not in said
+
+
+# -- data that do not belong together --
+
+
+def elastic(samples, **options):
+    import numpy as np
+
+    x = np.ones((samples, 4), "float32")
+    return hps.data.ElasticDataset(x, x[:, :1], batch_size=8, **options)
+
+
+def orders_differ():
+    here()
+    fit(data=elastic(32, shuffle=hps.rank() == 0))
+
+
+def samples_differ():
+    here()
+    fit(data=elastic(32 + hps.rank()))
+
+
+def one_has_a_shard():
+    here()
+    fit(data=elastic(32) if hps.rank() == 0 else None)
+
+
+def too_few_samples():
+    here()
+    fit(data=elastic(1))
+
+
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        (orders_differ, "shuffle=False of the ElasticDataset of worker 1, shuffle=True of worker 0"),
+        (samples_differ, "worker 1 fits an ElasticDataset of 33 samples, worker 0 an ElasticDataset of 32 samples"),
+        (one_has_a_shard, "worker 1 fits ordinary data, worker 0 an ElasticDataset of 32 samples"),
+        (too_few_samples, "the ElasticDataset holds 1 samples for 2 workers"),
+    ],
+)
+def test_data_sets_that_differ_are_refused(fail, job, text):
+    assert text in fail(job, 3).output
