@@ -1,5 +1,6 @@
 """The simulator's timing mode: queues against closed forms, models against their bounds, inputs and their errors."""
 
+import dataclasses
 import json
 import math
 import re
@@ -250,16 +251,30 @@ def test_receiving_and_updating_add_up_unless_they_overlap(overlap, seconds):
     assert said in str(report)
 
 
-def test_an_update_waits_for_the_answer_before_it_unless_they_overlap():
-    """Two workers whose pushes come together: the second update may change the parameters once the first are out."""
+def test_several_servers_are_kept_by_several_workers_at_once():
+    """Links as wide as a server's interface: four servers serve four workers in the time of one."""
 
-    def seconds(overlap):
-        workers = machines((1, 1), steps=1, link=Link(1e6))
-        return simulate(Scenario(workers, ASP(), Server(bandwidth=1e8, overlap=overlap), 250_000)).seconds
+    def speed(servers, link):
+        server = Server(servers, 1e8, update_seconds=0.006)
+        workers = machines((1,) * 64, link=Link(link))
+        return simulate(Scenario(workers, ASP(), server, 250_000, 64 * 3200)).samples_per_second
 
-    # Each gradient is on its link for 1 s, and so is each answer, and the parameters at the end.
-    assert seconds(True) == pytest.approx(0.05 + 1 + 1 + 1, abs=0.1)
-    assert seconds(False) == pytest.approx(0.05 + 2 + 1 + 1, abs=0.1)
+    assert speed(1, 1e8) == pytest.approx(64 / (0.01 + 0.006), rel=0.03)
+    assert speed(4, 1e8) == pytest.approx(4 * 64 / (0.01 + 0.006), rel=0.03)
+    assert speed(1, 2e7) == pytest.approx(64 / (0.05 + 0.006), rel=0.03)  # one server waits for each slow link
+
+
+def test_a_slow_link_keeps_the_others_waiting_unless_they_overlap():
+    """The server receives over the slow link, and updates anew when the answer has gone out over it: a second each."""
+
+    def exchange(overlap):
+        slow, fast = machines((1, 1), steps=1)
+        workers = (dataclasses.replace(slow, link=Link(1e6)), dataclasses.replace(fast, link=Link(1e8)))
+        report = simulate(Scenario(workers, ASP(), Server(bandwidth=1e8, overlap=overlap), 250_000))
+        return report.workers[1]["exchange_seconds"]
+
+    assert exchange(True) == pytest.approx(4 * 0.01, abs=0.015)  # up, down, and down with the other at the end
+    assert exchange(False) == pytest.approx(1 + 1 + 0.03, abs=0.015)
 
 
 # What goes wrong
