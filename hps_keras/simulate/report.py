@@ -104,6 +104,14 @@ class Report:
         return {name: busy / self.seconds if self.seconds else 0.0 for name, busy in self.busy_seconds.items()}
 
     @property
+    def bottleneck(self) -> tuple[str, float]:
+        """What the servers do most, and for which share of the time."""
+        load = self.utilisation
+        if not self.overlap:  # these two are one after the other
+            load = {"receiving and updating": load["receiving"] + load["updating"], "sending": load["sending"]}
+        return max(load.items(), key=lambda item: item[1])
+
+    @property
     def parts(self) -> dict[str, float]:
         """What the workers' time went into, as shares: computing, the exchange, and each kind of waiting."""
         sums = {
@@ -228,10 +236,7 @@ def table(reports: Sequence[Report], targets: Sequence[tuple[str, float]] = ()) 
 
 
 def _bottlenecks(report: Report) -> list[str]:
-    load = report.utilisation
-    if not report.overlap:  # these two are one after the other
-        load = {"receiving and updating": load["receiving"] + load["updating"], "sending": load["sending"]}
-    busy, share = max(load.items(), key=lambda item: item[1])
+    busy, share = report.bottleneck
     if share < _FULL:
         return []
     return [f"the servers are {busy} {share:.0%} of the time: more of them, or fewer bytes, would be faster"]
