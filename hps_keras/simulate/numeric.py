@@ -55,8 +55,10 @@ def train(
     """Trains a Keras model on virtual workers: real gradients, real staleness, virtual seconds.
 
     Args:
-        model: See :class:`Numeric`. It is trained as if by `fit`: compare on models that begin alike.
-        data: See :class:`Numeric`. The workers share one shuffled stream of it, unless they have `steps` of their own.
+        model: A built Keras model, compiled with a plain optimizer and trained by Keras's own training step. It is
+            trained as if by `fit`: to compare settings, begin each with a model of the same weights.
+        data: ``(x, y)`` or ``(x, y, sample_weight)``, or an :class:`hps_keras.data.ElasticDataset`. The workers share
+            one shuffled stream of it, unless they have `steps` of their own.
         workers: The virtual workers, or a number of equal ones whose step takes one virtual second; their batch size is
             then that of the :class:`hps_keras.data.ElasticDataset`, or 64.
         consistency: ``hps.WASP(50)``, ``"wasp:50"``, ...; else ``HPS_CONSISTENCY`` decides, else it is BSP.
