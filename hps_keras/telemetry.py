@@ -47,6 +47,7 @@ class Summary:
             - ``bytes_up``, ``bytes_down``: to and from the server
         server: ``push_seconds``: mean time that the server is busy with a push; ``pushes``; ``parameters_bytes``.
         notes: What was chosen for this run, e.g. the corrected momentum.
+        epochs: Epochs that were trained.
     """
 
     consistency: str
@@ -54,12 +55,13 @@ class Summary:
     workers: tuple[Mapping[str, Any], ...]
     server: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    epochs: int = 0
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Summary:
         """Reads what the server sent, or :meth:`save` wrote."""
         updates, workers, notes = (tuple(raw[name]) for name in ("updates", "workers", "notes"))
-        return cls(raw["consistency"], updates, workers, raw["server"], notes)
+        return cls(raw["consistency"], updates, workers, raw["server"], notes, raw["epochs"])
 
     def save(self, path: str | Path) -> None:
         """Writes everything to a JSON file, from which ``hpsrun simulate --from`` can predict other settings."""
@@ -199,7 +201,7 @@ class Books:
         """A `fit` begins."""
         self._before = self._epoch = self._totals()
         self._first_versions: list[int] = []
-        self._bytes, self._busy, self._pushes = 0, 0.0, 0
+        self._bytes, self._busy, self._pushes, self._epochs = 0, 0.0, 0, 0
         self._notes: dict[str, str] = {}
 
     def begin_updates(self, versions: Sequence[int], nbytes: int) -> None:
@@ -218,6 +220,7 @@ class Books:
     def end_epoch(self) -> dict[str, float]:
         """Returns the logs of the epoch that ends, and begins the next."""
         now = self._totals()
+        self._epochs += 1
         rows = [row(n, *both) for n, both in enumerate(zip(now, self._epoch))]
         self._epoch = now
         return epoch_logs(rows, self._coordinator.consistency.synchronous)
@@ -235,6 +238,7 @@ class Books:
                 "parameters_bytes": self._bytes,
             },
             "notes": list(self._notes.values()),
+            "epochs": self._epochs,
         }
 
     def _totals(self) -> list[Totals]:

@@ -191,8 +191,8 @@ def from_file(path: str) -> dict[str, Given]:
 def from_run(path: str) -> dict[str, Given]:
     """Fits settings to a recorded run, the JSON file of ``Summary.save``.
 
-    The network is inside the recorded times, so that links cost nothing and must not be given again. All samples of the
-    run are one pass, unless `samples` and `epochs` are given.
+    The network is inside the recorded times, so that links cost nothing and must not be given again. The run's samples
+    are those of all its epochs, unless `samples` or `epochs` are given.
 
     Raises:
         ConfigurationError: The file is none, or lacks something.
@@ -210,7 +210,8 @@ def from_run(path: str) -> dict[str, Given]:
             "step_seconds": [w["step_seconds"] for w in rows],
             "jitter": [min(1.0, w["step_seconds_std"] / w["step_seconds"]) for w in rows],
             "batch_size": [max(1, round(w["batch_size"])) for w in rows],
-            "samples": sum(w["samples"] for w in rows),
+            "samples": sum(w["samples"] for w in rows) // max(1, run["epochs"]),
+            "epochs": max(1, run["epochs"]),
             "parameters": run["server"]["parameters_bytes"] // BYTES_PER_PARAMETER,
             "push_seconds": run["server"]["push_seconds"],
         }
