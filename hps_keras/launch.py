@@ -131,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--hostfile", type=_file, metavar="FILE", help="a file of hosts in the form that the MPI launcher reads"
     )
-    add("--consistency", metavar="RULE", help="bsp, asp, ssp:3, wasp:50, ...: how updates are ordered (HPS_CONSISTENCY)")
+    add("--consistency", metavar="RULE", help="bsp, asp, ssp:3, wasp:50: how updates are ordered (HPS_CONSISTENCY)")
     add("--server-ranks", metavar="R1,R2", help="ranks that serve instead of the last (HPS_SERVER_RANKS)")
     add("--timeout", type=_seconds, metavar="SECONDS", help="how long a silent rank is waited for (HPS_TIMEOUT)")
     add("--polling", choices=("sleep", "spin"), help="how a rank waits: sparing the core, or fastest (HPS_POLLING)")

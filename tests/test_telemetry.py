@@ -90,7 +90,8 @@ def summary(**more):
         ),
         row(1, (did(pushes=7, samples=100, staleness=Counter({0: 3, 12: 1}), weights=2.0), 0, 0), NOTHING),
     ]
-    return Summary.of({"consistency": "asp", "updates": [1207], "workers": rows, "server": {}, "notes": [], "epochs": 2} | more)
+    rest = {"server": {}, "notes": [], "epochs": 2}
+    return Summary.of({"consistency": "asp", "updates": [1207], "workers": rows, **rest} | more)
 
 
 def test_the_first_line_sums_up():
