@@ -415,6 +415,7 @@ class Referee:
         if done.name == "enter":
             self.stop, self.chief, self.every = False, min(given), None
             self.ledger, self.passes = None, 0
+            self._stand_together()
         assert done.stop == self.stop
         ends = done.name == "resume" and any(done.contributions.values())
         if ends:  # a worker says that this was the last epoch, or that it wants to stop
