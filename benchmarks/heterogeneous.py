@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
-STEP_SECONDS = 0.016
+STEP_SECONDS = 0.02
 """A step at speed 1. Long against the real step, so that two cores carry four workers and a server."""
-BATCH = 64
+BATCH = 32
 TARGETS = (0.97, 0.98, 0.985)
 STAGES = ("tune", "real", "predict", "simulated")
 
@@ -115,7 +115,7 @@ def simulate(job: dict[str, Any]) -> dict[str, Any]:
     keras.utils.set_random_seed(job["seed"])
     data = load_mnist(job["data"])
     held_out = job["held_out"]
-    x, y, test = data.x_train, data.y_train, (data.x_test, data.y_test)
+    x, y, test = data.x_train[: job["samples"]], data.y_train[: job["samples"]], (data.x_test, data.y_test)
     if held_out:
         x, y, test = x[:-held_out], y[:-held_out], (x[-held_out:], y[-held_out:])
     stream = ElasticDataset(x, y, batch_size=BATCH, seed=job["seed"])
@@ -146,7 +146,14 @@ def simulate_all(jobs: dict[str, dict[str, Any]], results: Results) -> None:
 
 def simulation(method: Method, arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """Describes a simulated run."""
-    return asdict(method) | {"speeds": method.speeds, "data": arguments.data, "jitter": 0.05, "held_out": 0} | more
+    common = {
+        "speeds": method.speeds,
+        "data": arguments.data,
+        "samples": arguments.samples,
+        "jitter": 0.05,
+        "held_out": 0,
+    }
+    return asdict(method) | common | more
 
 
 def tuning_key(method: Method, rate: float) -> str:
@@ -201,6 +208,7 @@ def run_real(method: Method, jitter: float, seed: int, epochs: int, rate: float,
         job, result, summary = (Path(folder, name) for name in ("job.json", "result.json", "summary.json"))
         described = asdict(method) | {
             "data": arguments.data,
+            "samples": arguments.samples,
             "seed": seed,
             "batch_size": BATCH,
             "rate": rate,
@@ -223,8 +231,8 @@ def real(arguments: argparse.Namespace, results: Results) -> None:
     """Runs the four methods with each seed in turn, so that a slow spell of the machine meets all of them."""
     plan = [(m, 0.05, seed, arguments.epochs) for seed in arguments.seeds for m in REAL]
     # About a minute each: those that wait for the slowest do fewer epochs in that time.
-    many = 1 if arguments.quick else 2
-    plan += [(m, 0.4, 1, many if m.consistency in ("bsp", "ssp:3") else 3 * many) for m in REAL]
+    if not arguments.quick:
+        plan += [(m, 0.4, 1, 1 if m.consistency in ("bsp", "ssp:3") else 3) for m in REAL]
     for method, jitter, seed, epochs in plan:
         key = real_key(method, jitter, seed)
         if key not in results.entries:
@@ -239,7 +247,7 @@ def predict(arguments: argparse.Namespace, results: Results) -> list[str]:
     from hps_keras.simulate import Scenario, Server, Worker, simulate
 
     lines = []
-    for jitter in (0.05, 0.4):
+    for jitter in (0.05,) if arguments.quick else (0.05, 0.4):
         seed = arguments.seeds[0] if jitter == 0.05 else 1
         recorded = results.entries[real_key(REAL[1], jitter, seed)]["summary"]
         workers = tuple(
@@ -341,14 +349,15 @@ def main() -> None:
     add("--data", metavar="FILE", help="mnist.npz; else keras.datasets finds or downloads it")
     add("--results", type=Path, metavar="FILE", help="where results are kept (build/heterogeneous[-quick].json)")
     add("--stage", action="append", choices=STAGES, help="only this one; can be repeated")
-    add("--epochs", type=int, help="passes over MNIST in a run (8, or 2 when quick)")
+    add("--epochs", type=int, help="passes over MNIST in a run (5, or 2 when quick)")
     add("--seeds", type=int, help="seeds of each method (3, or 1 when quick)")
     add("--quick", action="store_true", help="a look at everything within five minutes; no conclusions from it")
     arguments = parser.parse_args()
     arguments.data = arguments.data and str(Path(arguments.data).resolve())
-    arguments.epochs = arguments.epochs or (2 if arguments.quick else 8)
+    arguments.epochs = arguments.epochs or (2 if arguments.quick else 5)
     arguments.seeds = list(range(1, (arguments.seeds or (1 if arguments.quick else 3)) + 1))
     arguments.tuning = 1 if arguments.quick else 3
+    arguments.samples = 10_000 if arguments.quick else 60_000
     name = "heterogeneous-quick.json" if arguments.quick else "heterogeneous.json"
     results = Results(arguments.results or Path(__file__).resolve().parent.parent / "build" / name)
     results.path.parent.mkdir(parents=True, exist_ok=True)

@@ -83,19 +83,20 @@ def main() -> None:
     model = compiled(hps.DistributedOptimizer(optimizer, consistency=job["consistency"]))
     test = data.x_test, data.y_test
     options: dict[str, Any] = {"verbose": 0}
+    x, y = data.x_train[: job["samples"]], data.y_train[: job["samples"]]
     few = 8 * job["batch_size"] * hps.size()
-    warm = hps.data.ElasticDataset(data.x_train[:few], data.y_train[:few], batch_size=job["batch_size"])
+    warm = hps.data.ElasticDataset(x[:few], y[:few], batch_size=job["batch_size"])
     model.fit(warm, callbacks=[hps.callbacks.ParameterServer(), Clock(test)], **options)
     optimizer.learning_rate = job["rate"]
     ps, clock = hps.callbacks.ParameterServer(), Clock(test)
     device = EmulatedDevice(
         ps, job["step_seconds"] / job["speeds"][hps.rank()], job["jitter"], job["seed"] + hps.rank()
     )
-    stream = hps.data.ElasticDataset(data.x_train, data.y_train, batch_size=job["batch_size"], seed=job["seed"])
+    stream = hps.data.ElasticDataset(x, y, batch_size=job["batch_size"], seed=job["seed"])
     model.fit(stream, epochs=job["epochs"], callbacks=[ps, clock, device], **options)
     if hps.rank() == 0:
         ps.summary.save(job["summary"])
-        Path(job["result"]).write_text(json.dumps({"history": clock.history, "samples": len(data.y_train)}))
+        Path(job["result"]).write_text(json.dumps({"history": clock.history, "samples": len(y)}))
 
 
 if __name__ == "__main__":
