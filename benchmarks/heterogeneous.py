@@ -370,8 +370,7 @@ def main() -> None:
         print(
             "\nReal processes, jitter 5 %, EMULATED device times",
             *table(REAL, lambda m, s: real_key(m, 0.05, s), arguments.seeds, results),
-            "",
-            *throughput(results),
+            *([] if arguments.quick else ["", *throughput(results)]),
             sep="\n",
         )
     if "predict" in stages:
