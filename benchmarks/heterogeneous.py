@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
-STEP_SECONDS = 0.02
+STEP_SECONDS = 0.04
 """A step at speed 1. Long against the real step, so that two cores carry four workers and a server."""
-BATCH = 32
+BATCH = 64
 TARGETS = (0.97, 0.98, 0.985)
 STAGES = ("tune", "real", "predict", "simulated")
 

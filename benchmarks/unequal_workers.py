@@ -2,10 +2,10 @@
 
     hpsrun -np 5 benchmarks/unequal_workers.py JOB.json
 
-A device is emulated by its time: a worker sleeps until its step has taken as long as on a device of that speed, with
-jitter. Two cores then carry four workers, and what is measured is the waiting and the exchange, not this machine's
-matrix multiplication. The model is compiled in a first `fit` with learning rate 0, which is not counted; evaluation is
-outside the clock.
+A device is emulated by its time: a worker sleeps at the end of its step until that has taken as long as on a device of
+that speed, with jitter. Two cores then carry four workers, and what is measured is the waiting and the exchange, not this
+machine's matrix multiplication. The model is compiled in a first `fit` with learning rate 0, which is not counted;
+evaluation is outside the clock.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +27,34 @@ from lenet import compiled, load_mnist
 import hps_keras as hps
 
 
-class EmulatedDevice(keras.callbacks.Callback):
-    """Sleeps before each step, so that answer and next push are as far apart as the device would need.
+def emulate(model: Any, seconds: float, jitter: float, seed: int) -> None:
+    """Makes each training step of a model take as long as on a device, by sleeping at its end, before the push.
 
     Args:
-        ps: Knows how long the real step took.
+        model: A compiled model, not trained yet.
         seconds: Mean time of a step on the device.
         jitter: Standard deviation of it, as a share.
         seed: Of the jitter.
     """
+    random = np.random.default_rng(seed)
+    make = model.make_train_function
 
-    def __init__(self, ps: Any, seconds: float, jitter: float, seed: int) -> None:
-        super().__init__()
-        self.ps, self.seconds, self.jitter = ps, seconds, jitter
-        self.random = np.random.default_rng(seed)
-        self.expected = 0.0
-        self.ready = 0.0
+    def slow(function: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any) -> Any:
+            end = time.perf_counter() + seconds * max(0.05, random.normal(1, jitter))
+            result = function(*arguments)
+            time.sleep(max(0.0, end - time.perf_counter()))
+            return result
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.ready = time.perf_counter()
+        return step
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        target = self.seconds * max(0.05, self.random.normal(1, self.jitter))
-        time.sleep(max(0.0, self.ready + target - self.expected - time.perf_counter()))
+    def make_train_function(force: bool = False) -> None:
+        before = model.train_function
+        make(force)
+        if model.train_function is not before:
+            model.train_function = slow(model.train_function)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ready = time.perf_counter()
-        real = self.ps.last_step_seconds
-        self.expected = min(real, 0.9 * self.expected + 0.1 * real) if self.expected else real
+    model.make_train_function = make_train_function
 
 
 class Clock(keras.callbacks.Callback):
@@ -81,6 +82,7 @@ def main() -> None:
     keras.utils.set_random_seed(job["seed"])
     optimizer = keras.optimizers.SGD(0.0, momentum=job["momentum"])
     model = compiled(hps.DistributedOptimizer(optimizer, consistency=job["consistency"]))
+    emulate(model, job["step_seconds"] / job["speeds"][hps.rank()], job["jitter"], job["seed"] + hps.rank())
     test = data.x_test, data.y_test
     options: dict[str, Any] = {"verbose": 0}
     x, y = data.x_train[: job["samples"]], data.y_train[: job["samples"]]
@@ -89,11 +91,8 @@ def main() -> None:
     model.fit(warm, callbacks=[hps.callbacks.ParameterServer(), Clock(test)], **options)
     optimizer.learning_rate = job["rate"]
     ps, clock = hps.callbacks.ParameterServer(), Clock(test)
-    device = EmulatedDevice(
-        ps, job["step_seconds"] / job["speeds"][hps.rank()], job["jitter"], job["seed"] + hps.rank()
-    )
     stream = hps.data.ElasticDataset(x, y, batch_size=job["batch_size"], seed=job["seed"])
-    model.fit(stream, epochs=job["epochs"], callbacks=[ps, clock, device], **options)
+    model.fit(stream, epochs=job["epochs"], callbacks=[ps, clock], **options)
     if hps.rank() == 0:
         ps.summary.save(job["summary"])
         Path(job["result"]).write_text(json.dumps({"history": clock.history, "samples": len(y)}))
