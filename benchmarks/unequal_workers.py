@@ -3,8 +3,8 @@
     hpsrun -np 5 benchmarks/unequal_workers.py JOB.json
 
 A device is emulated by its time: a worker sleeps at the end of its step until that has taken as long as on a device of
-that speed, with jitter. Two cores then carry four workers, and what is measured is the waiting and the exchange, not this
-machine's matrix multiplication. The model is compiled in a first `fit` with learning rate 0, which is not counted;
+that speed, with jitter. Two cores then carry four workers, and what is measured is the waiting and the exchange, not
+this machine's matrix multiplication. The model is compiled in a first `fit` with learning rate 0, which is not counted;
 evaluation is outside the clock.
 """
 
