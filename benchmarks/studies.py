@@ -112,6 +112,11 @@ def train(run: Run, data: str | None) -> dict[str, Any]:
     }
 
 
+def _tuning(run: Run) -> Run:
+    """The same on held-out images, with another seed."""
+    return replace(run, tuning=True, evaluate_every=0, seed=100)
+
+
 class Bench:
     """What the studies share: settings, runs that are done, pictures.
 
@@ -150,9 +155,16 @@ class Bench:
 
     def best(self, runs: Sequence[Run]) -> Run:
         """The run that is best on held-out images."""
-        tuning = [replace(run, tuning=True, evaluate_every=0, seed=100) for run in runs]
-        self.train(tuning)
-        return max(zip(runs, tuning), key=lambda two: self.results.entries[two[1].key]["history"][-1]["accuracy"])[0]
+        self.train([_tuning(run) for run in runs])
+        return max(runs, key=lambda run: self._held_out(run))
+
+    def tuned(self, runs: Sequence[Run]) -> dict[float, str]:
+        """What :meth:`best` saw at each rate, in percent."""
+        return {run.rate: f"{100 * self._held_out(run):.2f}" for run in runs}
+
+    def _held_out(self, run: Run) -> float:
+        accuracy = self.results.entries[_tuning(run).key]["history"][-1]["accuracy"]
+        return accuracy if math.isfinite(accuracy) else 0.0
 
     def seeds(self, runs: Sequence[Run]) -> list[Run]:
         """Each run with each seed, all of one seed before those of the next."""
@@ -188,6 +200,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#e4e7eb",
     "xtick.color": "#5f6b78",
     "ytick.color": "#5f6b78",
@@ -223,7 +236,7 @@ def lines(axes: Any, x: Sequence[float], series: dict[str, Sequence[float]]) -> 
 
 def zhang(bench: Bench) -> list[str]:
     """Zhang 2016: is a rate that was tuned for few workers of use to 30?"""
-    rates = [0.05, 0.2, 0.8]
+    rates = [0.05, 0.2, 0.4, 0.8]
     cases = {
         "2 workers, constant": ("asp", 2),
         "30 workers, constant": ("asp", 30),
@@ -238,16 +251,39 @@ def zhang(bench: Bench) -> list[str]:
     }
     bench.train(bench.seeds(list(runs.values())))
     found = {key: bench.accuracies(run) for key, run in runs.items()}
-    with bench.picture("zhang", "Accuracy over the learning rate, 2 and 30 workers", 1) as (axes,):
-        lines(axes, rates, {name: [statistics.mean(found[name, rate]) for rate in rates] for name in cases})
-        axes.set(xscale="log", xlabel="learning rate", ylabel="test accuracy, %", ylim=(0, 100))
-        axes.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
-        axes.minorticks_off()
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    # With a weight, 30 workers move less far per sample than 2. Do they arrive, each at its best rate?
+    best = {name: max(rates, key=lambda rate: statistics.mean(found[name, rate])) for name in cases}
+    longer = {
+        name: replace(runs[name, best[name]], epochs=epochs * 3) for name in cases if name != "30 workers, constant"
+    }
+    bench.train(bench.seeds(list(longer.values())))
+    by_epoch = {
+        name: [[100 * entry["history"][epoch]["accuracy"] for entry in bench.of(run)] for epoch in range(run.epochs)]
+        for name, run in longer.items()
+    }
+    with bench.picture("zhang", "Accuracy over the learning rate and over epochs", 2) as both:
+        left, right = both
+        lines(left, rates, {name: [statistics.mean(found[name, rate]) for rate in rates] for name in cases})
+        left.set(xscale="log", xlabel="learning rate", ylabel="test accuracy, %", ylim=(0, 100))
+        left.set_title(f"after {epochs} epochs")
+        left.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        left.minorticks_off()
+        for name, color, marker in zip(cases, COLORS, MARKERS):
+            if name in by_epoch:
+                means = list(map(statistics.mean, by_epoch[name]))
+                right.plot(range(1, len(means) + 1), means, color=color, marker=marker)
+        right.set(xlabel="epochs", title="each at its best rate")
+        left.figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     rows = [[f"{rate:g}", *(shown(found[name, rate]) for name in cases)] for rate in rates]
-    many = [name for name, (_, n) in cases.items() if n == 30]
-    stale = [bench.of(runs[name, rates[0]])[0]["staleness"] for name in many]
-    return [*table(["rate", *cases], rows), "", f"mean staleness at 30 workers: {statistics.mean(stale):.1f}"]
+    stale = bench.of(runs["30 workers, inverse", rates[0]])[0]["staleness"]
+    spans = [f"epoch {epoch + 1}" for epoch in range(epochs * 3)]
+    return [
+        *table([f"rate, {epochs} epochs", *cases], rows),
+        "",
+        *table(["case", "rate", *spans], [[n, f"{best[n]:g}", *map(shown, row)] for n, row in by_epoch.items()]),
+        "",
+        f"mean staleness of 30 workers: {stale:.1f}",
+    ]
 
 
 def workers(bench: Bench) -> list[str]:
@@ -255,21 +291,30 @@ def workers(bench: Bench) -> list[str]:
     numbers = [4, 16] if bench.quick else [4, 8, 16, 32]
     epochs = 1 if bench.quick else 2
 
-    def run(text: str, rate: float, n: int) -> Run:
-        return Run(text, rate, (1.0,) * n, epochs=epochs)
-
-    rate = bench.best([run("bsp", rate, 4) for rate in (0.05, 0.1, 0.2)]).rate
-    cases: dict[str, Callable[[int], Run]] = {
-        "BSP": lambda n: run("bsp", rate, n),
-        "ASP, constant": lambda n: run("asp", rate, n),
-        "ASP, constant, rate / N": lambda n: run("asp", rate / n, n),
-        "ASP, inverse": lambda n: run("asp,weight=inverse", rate, n),
-        "WASP(50)": lambda n: run("wasp:50", rate, n),
-        "ASP, constant, momentum as given": lambda n: run("asp,momentum=as_given", rate, n),
-        "ASP, constant, rate / N, momentum as given": lambda n: run("asp,momentum=as_given", rate / n, n),
+    low, high = (0.00625, 0.0125, 0.025), (0.0125, 0.025, 0.05, 0.1)  # without weights a push counts four times as much
+    tried = {
+        "BSP": ("bsp", (0.05, 0.1, 0.2)),
+        "ASP, constant": ("asp", low),
+        "ASP, inverse": ("asp,weight=inverse", high),
+        "WASP(50)": ("wasp:50", high),
+        "ASP, constant, momentum as given": ("asp,momentum=as_given", low),
     }
-    bench.train(bench.seeds([case(n) for n in numbers for case in cases.values()]))
-    found = {name: [bench.accuracies(case(n)) for n in numbers] for name, case in cases.items()}
+    grids = {
+        name: [Run(text, rate, (1.0,) * 4, epochs=epochs) for rate in rates] for name, (text, rates) in tried.items()
+    }
+    first = {name: bench.best(grid) for name, grid in grids.items()}
+    rates = sorted({run.rate for grid in grids.values() for run in grid})
+    held_out = [[name, *(bench.tuned(grid).get(rate, "") for rate in rates)] for name, grid in grids.items()]
+    divided = [name for name in first if "constant" in name]
+    cases = {(name, n): replace(run, speeds=(1.0,) * n) for name, run in first.items() for n in numbers}
+    cases |= {
+        (f"{name}, rate x 4 / N", n): replace(cases[name, n], rate=first[name].rate * 4 / n)
+        for name in divided
+        for n in numbers
+    }
+    names = list(dict.fromkeys(name for name, _ in cases))
+    bench.train(bench.seeds(list(cases.values())))
+    found = {name: [bench.accuracies(cases[name, n]) for n in numbers] for name in names}
     with bench.picture("workers", "Accuracy after the same samples over the number of workers", 2) as both:
         means = {name: [statistics.mean(values) for values in row] for name, row in found.items()}
         for axes, bottom in zip(both, (0, 80)):
@@ -280,8 +325,12 @@ def workers(bench: Bench) -> list[str]:
         both[0].set_ylabel("test accuracy, %")
         both[1].set_title("the same, from 80 %")
         both[0].figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    head = [f"after {epochs} epochs, rate {rate:g}", *(f"N = {n}" for n in numbers)]
-    return table(head, [[name, *map(shown, row)] for name, row in found.items()])
+    head = ["method", "rate at N = 4", *(f"N = {n}" for n in numbers)]
+    return [
+        *table(["4 workers, held-out images", *(f"rate {rate:g}" for rate in rates)], held_out),
+        "",
+        *table(head, [[name, f"{cases[name, 4].rate:g}", *map(shown, row)] for name, row in found.items()]),
+    ]
 
 
 def sync(bench: Bench) -> list[str]:
@@ -289,7 +338,7 @@ def sync(bench: Bench) -> list[str]:
     speeds = (1.0, 1.0, 0.5, 0.25)
     periods = ["1", "50", "none"] if bench.quick else ["1", "10", "50", "150", "none"]
     epochs = 1 if bench.quick else 4
-    tuning = [Run("wasp:50", rate, speeds, epochs=min(2, epochs)) for rate in (0.05, 0.1, 0.2)]
+    tuning = [Run("wasp:50", rate, speeds, epochs=min(2, epochs)) for rate in (0.025, 0.05, 0.1)]
     rate = bench.best(tuning).rate
     runs = {
         (jitter, k): Run(f"wasp:{k}", rate, speeds, jitter=jitter, epochs=epochs, evaluate_every=235)
