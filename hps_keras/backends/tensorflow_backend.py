@@ -23,6 +23,8 @@ class BackendStep(Step):
         super().__init__(model)
         self._seen = int(model.__dict__["_hps_counter"].numpy())
         self._assign: dict[int, tuple[Any, Any]] = {}
+        self._readers: dict[int, Any] = {}
+        self._gradients: dict[int, list[Any]] = {}
 
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
         self._result = train_function(*arguments)
@@ -34,11 +36,19 @@ class BackendStep(Step):
 
     def stash(self, optimizer: Any) -> Stash:
         half = optimizer.__dict__["_hps"]
-        count, rate, mask = half.meta.value.numpy()
+        reader = self._readers.get(id(optimizer))
+        if reader is None:
+            # One call for all: to read a small variable costs TensorFlow's dispatcher more than to copy it.
+            read = tf.function(lambda: [v.value.read_value() for v in (half.meta, *half.gradients)], autograph=False)
+            reader = self._readers[id(optimizer)] = read.get_concrete_function()
+        meta, *self._gradients[id(optimizer)] = reader()
+        count, rate, mask = _shared_value(meta)
         return Stash(int(count), float(rate), half.masks[int(mask)] if half.masks else ())
 
     def copy_gradient(self, optimizer: Any, index: int, view: np.ndarray) -> None:
-        view[...] = _shared(optimizer.__dict__["_hps"].gradients[index].value)
+        values = self._gradients[id(optimizer)]
+        view[...] = _shared_value(values[index])
+        values[index] = None  # or the next step could not write into its memory
 
     def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
         known = self._assign.get(id(optimizer))
@@ -53,12 +63,12 @@ class BackendStep(Step):
 
         @tf.function(autograph=False)
         def put(parameters: Any) -> None:
+            # A slice, and a plain assign of it, share the memory of what was sliced: here that of a copy, which nobody
+            # writes to, and not our buffer, which the next answer overwrites.
+            copied = tf.raw_ops.DeepCopy(x=parameters)
             for variable, tensor in zip(variables, layout.tensors):
-                piece = tf.slice(parameters, [tensor.offset], [tensor.size])
-                # A slice, and a plain assign of it, would share our buffer, which the next answer overwrites.
-                same = variable.value.dtype == tf.float32
-                piece = tf.raw_ops.DeepCopy(x=piece) if same else tf.cast(piece, variable.value.dtype)
-                variable.value.assign(tf.reshape(piece, tensor.shape))
+                piece = tf.slice(copied, [tensor.offset], [tensor.size])
+                variable.value.assign(tf.cast(tf.reshape(piece, tensor.shape), variable.value.dtype))
 
         # One argument, not one a tensor: each costs TensorFlow's dispatcher as much as a small assign.
         return put.get_concrete_function(shared), shared
