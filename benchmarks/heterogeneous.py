@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
-STEP_SECONDS = 0.04
+STEP_SECONDS = 0.02
 """A step at speed 1. Long against the real step, so that two cores carry four workers and a server."""
-BATCH = 64
+BATCH = 32
 TARGETS = (0.97, 0.98, 0.985)
 STAGES = ("tune", "real", "predict", "simulated")
 
@@ -349,12 +349,12 @@ def main() -> None:
     add("--data", metavar="FILE", help="mnist.npz; else keras.datasets finds or downloads it")
     add("--results", type=Path, metavar="FILE", help="where results are kept (build/heterogeneous[-quick].json)")
     add("--stage", action="append", choices=STAGES, help="only this one; can be repeated")
-    add("--epochs", type=int, help="passes over MNIST in a run (5, or 2 when quick)")
+    add("--epochs", type=int, help="passes over MNIST in a run (4, or 2 when quick)")
     add("--seeds", type=int, help="seeds of each method (3, or 1 when quick)")
     add("--quick", action="store_true", help="a look at everything within five minutes; no conclusions from it")
     arguments = parser.parse_args()
     arguments.data = arguments.data and str(Path(arguments.data).resolve())
-    arguments.epochs = arguments.epochs or (2 if arguments.quick else 5)
+    arguments.epochs = arguments.epochs or (2 if arguments.quick else 4)
     arguments.seeds = list(range(1, (arguments.seeds or (1 if arguments.quick else 3)) + 1))
     arguments.tuning = 1 if arguments.quick else 3
     arguments.samples = 10_000 if arguments.quick else 60_000
