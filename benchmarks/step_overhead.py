@@ -25,22 +25,9 @@ TARGETS = {"lenet5": 1.35, "mlp25m": 2.0, "resnet50": 1.3}
 
 
 def lenet5() -> tuple[Any, tuple[int, ...], int]:
-    from keras import Input, Sequential, layers
+    from lenet import lenet5
 
-    model = Sequential(
-        [
-            Input((28, 28, 1)),
-            layers.Conv2D(6, 5, padding="same", activation="tanh"),
-            layers.AveragePooling2D(2),
-            layers.Conv2D(16, 5, activation="tanh"),
-            layers.AveragePooling2D(2),
-            layers.Flatten(),
-            layers.Dense(120, activation="tanh"),
-            layers.Dense(84, activation="tanh"),
-            layers.Dense(10),
-        ]
-    )
-    return model, (64, 28, 28, 1), 10
+    return lenet5(), (64, 28, 28, 1), 10
 
 
 def mlp(*widths: int) -> Callable[[], tuple[Any, tuple[int, ...], int]]:
