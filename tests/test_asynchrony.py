@@ -5,7 +5,6 @@ One launch of three workers per back end; the parts of the server that need no r
 
 import csv
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,9 @@ from ranks import run
 import hps_keras as hps
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "tensorflow",
-        pytest.param("jax", marks=pytest.mark.backend),
-        pytest.param("torch", marks=pytest.mark.backend),
-    ],
-)
-def results(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def results(backend, tmp_path_factory):
     """What the functions below returned; they share one launch."""
-    if find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
     calls = [
         syncs,
         bound,
@@ -38,7 +28,7 @@ def results(request, tmp_path_factory):
         bsp_and_forced_sync,
     ]
     folder = tmp_path_factory.mktemp("logs")
-    env = {"KERAS_BACKEND": request.param, "HPS_TEST_FOLDER": str(folder)}
+    env = {"KERAS_BACKEND": backend, "HPS_TEST_FOLDER": str(folder)}
     ended = run(calls, 4, env=env, timeout=500)
     return {name: {rank: got[rank] for rank in (0, 1, 2)} for name, got in ended.results.items()}, ended.output
 

@@ -7,7 +7,6 @@ functions of a launch run one after the other in the same processes.
 import os
 import time
 import warnings
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -21,20 +20,6 @@ from hps_keras.scheduling import Lease, Leases, permutation
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 PATIENCE = 120.0  # seconds that a rank waits for another one
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "tensorflow",
-        pytest.param("jax", marks=pytest.mark.backend),
-        pytest.param("torch", marks=pytest.mark.backend),
-    ],
-)
-def backend(request):
-    if find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
-    return request.param
 
 
 # -- inside the ranks --

@@ -8,7 +8,6 @@ import csv
 import hashlib
 import json
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,20 +16,6 @@ from ranks import run
 import hps_keras as hps
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "tensorflow",
-        pytest.param("jax", marks=pytest.mark.backend),
-        pytest.param("torch", marks=pytest.mark.backend),
-    ],
-)
-def backend(request):
-    if find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
-    return request.param
 
 
 # -- inside the ranks --
