@@ -7,6 +7,7 @@
    images that are held out.
 2. *real*: 1 parameter server and 4 workers of emulated speeds 1, 1, 0.5 and 0.25 (unequal_workers.py), one stream of
    samples for all (ElasticDataset), LeNet-5 on all of MNIST, SGD with momentum 0.9, jitter 5 %; then samples/s at 40 %.
+   *long*: samples/s with steps of 100 ms, in which the exchange weighs less.
 3. *predict*: what the simulator says of the same runs, fitted to one of them.
 4. *simulated*: other periods, weights, momenta and numbers of workers.
 
@@ -34,9 +35,10 @@ from typing import Any
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
 STEP_SECONDS = 0.02
 """A step at speed 1. Long against the real step, so that two cores carry four workers and a server."""
+LONG_SECONDS, LONG_SAMPLES = 0.1, 20_000
 BATCH = 32
 TARGETS = (0.97, 0.98, 0.985)
-STAGES = ("tune", "real", "predict", "simulated")
+STAGES = ("tune", "real", "long", "predict", "simulated")
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def real_key(method: Method, jitter: float, seed: int) -> str:
     return f"real/{method.name}/jitter {jitter:g}/{seed}"
 
 
-def run_real(method: Method, jitter: float, seed: int, epochs: int, rate: float, arguments: argparse.Namespace) -> Any:
+def run_real(method: Method, rate: float, arguments: argparse.Namespace, **more: Any) -> Any:
     """Starts five ranks and returns what they measured."""
     here = Path(__file__).resolve().parent
     with tempfile.TemporaryDirectory() as folder:
@@ -209,17 +211,14 @@ def run_real(method: Method, jitter: float, seed: int, epochs: int, rate: float,
         described = asdict(method) | {
             "data": arguments.data,
             "samples": arguments.samples,
-            "seed": seed,
             "batch_size": BATCH,
             "rate": rate,
             "step_seconds": STEP_SECONDS,
             "speeds": list(SPEEDS),
-            "jitter": jitter,
-            "epochs": epochs,
             "result": str(result),
             "summary": str(summary),
         }
-        job.write_text(json.dumps(described))
+        job.write_text(json.dumps(described | more))
         command = [sys.executable, "-m", "hps_keras.launch", "-np", "5", str(here / "unequal_workers.py"), str(job)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
         if done.returncode:
@@ -235,10 +234,27 @@ def real(arguments: argparse.Namespace, results: Results) -> None:
         plan += [(m, 0.4, 1, 1 if m.consistency in ("bsp", "ssp:3") else 3) for m in REAL]
     for method, jitter, seed, epochs in plan:
         key = real_key(method, jitter, seed)
-        if key not in results.entries:
-            results.add(key, run_real(method, jitter, seed, epochs, tuned(method, results), arguments))
-            last = results.entries[key]["history"][-1]
-            print(f"{key}: {last['seconds']:.1f} s, accuracy {last['accuracy']:.4f}", flush=True)
+        measure(key, method, arguments, results, jitter=jitter, seed=seed, epochs=epochs)
+
+
+def measure(key: str, method: Method, arguments: argparse.Namespace, results: Results, **more: Any) -> None:
+    """Runs what is missing."""
+    if key in results.entries:
+        return
+    results.add(key, run_real(method, tuned(method, results), arguments, **more))
+    last = results.entries[key]["history"][-1]
+    print(f"{key}: {last['seconds']:.1f} s, accuracy {last['accuracy']:.4f}", flush=True)
+
+
+def long_steps(arguments: argparse.Namespace, results: Results) -> list[str]:
+    """Measures samples per second where a step takes longer."""
+    options = {"step_seconds": LONG_SECONDS, "samples": LONG_SAMPLES, "jitter": 0.05, "seed": 1, "epochs": 1}
+    runs = {}
+    for method in REAL:
+        key = f"long/{method.name}"
+        measure(key, method, arguments, results, **options)
+        runs[method.name] = speed(results.entries[key])
+    return throughput(runs, f"steps of {1000 * LONG_SECONDS:.0f} ms, jitter 5 %", LONG_SECONDS)
 
 
 def predict(arguments: argparse.Namespace, results: Results) -> list[str]:
@@ -335,12 +351,25 @@ def table(
     return lines
 
 
-def throughput(results: Results) -> list[str]:
+def throughput(runs: dict[str, float], what: str, seconds: float) -> list[str]:
+    """Samples per second, and what they are of what could be."""
+    base, total = runs[REAL[0].name], sum(SPEEDS) * BATCH / seconds
+    bound = sum(SPEEDS) / (len(SPEEDS) * min(SPEEDS))
+    rows = [
+        f"| {name} | {value:.0f} | {value / total:.0%} | {value / base:.2f}x | {value / base / bound:.0%} |"
+        for name, value in runs.items()
+    ]
+    return [
+        f"| {what} | samples/s | of sum(v) | over BSP | of the bound {bound:.2f}x |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+
+
+def much_jitter(results: Results) -> list[str]:
     """Samples per second at 40 % jitter."""
-    runs = {m: results.entries[real_key(m, 0.4, 1)] for m in REAL}
-    base = speed(runs[REAL[0]])
-    rows = [f"| {m.name} | {speed(run):.0f} | {speed(run) / base:.2f}x |" for m, run in runs.items()]
-    return ["| method | samples/s at 40 % jitter | over BSP |", "|---|---|---|", *rows]
+    runs = {m.name: speed(results.entries[real_key(m, 0.4, 1)]) for m in REAL}
+    return throughput(runs, "jitter 40 %", STEP_SECONDS)
 
 
 def main() -> None:
@@ -370,9 +399,11 @@ def main() -> None:
         print(
             "\nReal processes, jitter 5 %, EMULATED device times",
             *table(REAL, lambda m, s: real_key(m, 0.05, s), arguments.seeds, results),
-            *([] if arguments.quick else ["", *throughput(results)]),
+            *([] if arguments.quick else ["", *much_jitter(results)]),
             sep="\n",
         )
+    if "long" in stages and not arguments.quick:
+        print("", *long_steps(arguments, results), sep="\n")
     if "predict" in stages:
         print("\nThe simulator's prediction, fitted to one recorded run", *predict(arguments, results), sep="\n")
     if "simulated" in stages and not arguments.quick:
