@@ -232,8 +232,9 @@ def test_waiting_at_the_end_of_epochs_is_reported_with_the_remedy(results):
 
 @marked
 def test_the_period_changes_during_training(results):
-    history = results[0]["changing_period"][0]["history"]
-    assert history["hps/syncs"][0] == 0 and history["hps/syncs"][1] >= 3 and history["hps/syncs"][2] == 0
+    first, second, third = results[0]["changing_period"][0]["history"]["hps/syncs"]
+    # A change counts from the chief's next push on, and others may push before it.
+    assert first == 0 and second >= 3 and third <= 1
 
 
 @marked

@@ -131,6 +131,8 @@ headers = st.builds(
     body=int64,
     payload=int64,
     batch_size=int64,
+    lease=int64,
+    sync_every=int64,
 )
 
 
