@@ -1,7 +1,7 @@
 """Consistency models on machines of unequal speed: real processes, and the simulator where cores are lacking.
 
-    python benchmarks/heterogeneous.py --data mnist.npz            everything, within an hour on a quiet machine
-    python benchmarks/heterogeneous.py --data mnist.npz --quick    fewer seeds and epochs, within 5 minutes
+    python benchmarks/heterogeneous.py --data mnist.npz            everything; over an hour on two cores
+    python benchmarks/heterogeneous.py --data mnist.npz --quick    fewer images, seeds and epochs
 
 1. *tune*: the learning rate of each method, in the simulator: 5 rates, 1 seed, 3 epochs, accuracy on 5,000 training
    images that are held out.
@@ -380,7 +380,7 @@ def main() -> None:
     add("--stage", action="append", choices=STAGES, help="only this one; can be repeated")
     add("--epochs", type=int, help="passes over MNIST in a run (4, or 2 when quick)")
     add("--seeds", type=int, help="seeds of each method (3, or 1 when quick)")
-    add("--quick", action="store_true", help="a look at everything within five minutes; no conclusions from it")
+    add("--quick", action="store_true", help="a look at everything; no conclusions from it")
     arguments = parser.parse_args()
     arguments.data = arguments.data and str(Path(arguments.data).resolve())
     arguments.epochs = arguments.epochs or (2 if arguments.quick else 4)
