@@ -87,7 +87,14 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.entries: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, name: str) -> Results:
+        """Opens the file that --results names, else the one of this name in build/."""
+        file = f"{name}-quick.json" if arguments.quick else f"{name}.json"
+        return cls(arguments.results or Path(__file__).resolve().parent.parent / "build" / file)
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         return [key for key in keys if key not in self.entries]
@@ -387,9 +394,7 @@ def main() -> None:
     arguments.seeds = list(range(1, (arguments.seeds or (1 if arguments.quick else 3)) + 1))
     arguments.tuning = 1 if arguments.quick else 3
     arguments.samples = 10_000 if arguments.quick else 60_000
-    name = "heterogeneous-quick.json" if arguments.quick else "heterogeneous.json"
-    results = Results(arguments.results or Path(__file__).resolve().parent.parent / "build" / name)
-    results.path.parent.mkdir(parents=True, exist_ok=True)
+    results = Results.of(arguments, "heterogeneous")
     stages = arguments.stage or STAGES
     methods = REAL if arguments.quick else SIMULATED
     if "tune" in stages:

@@ -13,32 +13,26 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 TARGET = 1.5
 BATCH = 64
 
 
-def compiled() -> Any:
+def model_to_train() -> Any:
     import keras
-    from mnist_lenet5 import lenet5
+    from lenet import compiled
 
     keras.utils.set_random_seed(1)
-    model = lenet5()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.02, momentum=0.9), loss, metrics=["accuracy"])
-    return model
+    return compiled(keras.optimizers.SGD(0.02, momentum=0.9))
 
 
 def plain(x: Any, y: Any) -> Callable[[], Any]:
-    model = compiled()
+    model = model_to_train()
     return lambda: model.fit(x, y, batch_size=BATCH, verbose=0)
 
 
@@ -49,25 +43,23 @@ def simulated(x: Any, y: Any, rule: str) -> Callable[[], Any]:
 
     machines = tuple(Worker(step_seconds=0.05 / speed, batch_size=BATCH) for speed in (1, 1, 0.5, 0.25))
     scenario = Scenario(machines, parse(rule), samples=len(y))
-    numeric = Numeric(compiled(), (x, y), len(machines), scenario.consistency)
+    numeric = Numeric(model_to_train(), (x, y), len(machines), scenario.consistency)
     return lambda: simulate(scenario, numeric)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="a file like mnist.npz")
+    parser.add_argument("--data", metavar="FILE", help="a file like mnist.npz")
     parser.add_argument("--samples", type=int, help="only the first so many")
     parser.add_argument("--rounds", type=int, default=5, help="how often the sides alternate (5)")
     parser.add_argument("--consistency", nargs="+", default=["asp", "bsp"], help="models to simulate (asp bsp)")
     arguments = parser.parse_args()
 
     import keras
-    import numpy as np
-    from mnist_lenet5 import load_full
+    from lenet import load_mnist
 
-    arrays = dict(np.load(arguments.data)) if arguments.data else load_full()
-    x = arrays["x_train"][: arguments.samples, ..., None].astype("float32") / 255
-    y = arrays["y_train"][: arguments.samples].astype("int32")
+    data = load_mnist(arguments.data)
+    x, y = data.x_train[: arguments.samples], data.y_train[: arguments.samples]
     sides = {"plain fit": plain(x, y), **{f"4 workers, {r}": simulated(x, y, r) for r in arguments.consistency}}
     clocks = {"seconds": time.perf_counter, "CPU seconds": time.process_time}
     spent: dict[str, dict[str, list[float]]] = {side: {clock: [] for clock in clocks} for side in sides}

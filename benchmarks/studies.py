@@ -469,10 +469,7 @@ def main() -> None:
         sys.exit("this needs matplotlib: pip install 'hps_keras[simulate]'")
     arguments.data = arguments.data and str(Path(arguments.data).resolve())
     arguments.seeds = list(range(1, arguments.seeds + 1))
-    name = "studies-quick.json" if arguments.quick else "studies.json"
-    results = Results(arguments.results or Path(__file__).resolve().parent.parent / "build" / name)
-    results.path.parent.mkdir(parents=True, exist_ok=True)
-    bench = Bench(arguments, results)
+    bench = Bench(arguments, Results.of(arguments, "studies"))
     for study in arguments.only or STUDIES:
         print(f"\n{study}", *STUDIES[study](bench), sep="\n", flush=True)
 
