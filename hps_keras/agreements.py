@@ -162,10 +162,10 @@ class Agreements:
         slots = [aligned_zeros(wire.bundle_bytes(d["state"] or []), np.uint8) for d in descriptions]
         self._wire.receive(self._cluster.workers[chief], headers[chief], [*parameters, *slots])
         self.groups = []
-        for description, values_given, memory in zip(descriptions, parameters, slots):
+        for description, layout, values_given, memory in zip(descriptions, layouts, parameters, slots):
             token, state = description["token"], description["state"]
             group = self._known.get(token)
-            new = group is None or group.layout != ParameterLayout.from_json(description["layout"])
+            new = group is None or group.layout != layout
             if group is None or new:
                 group = self._known[token] = ServerOptimizer(description, values_given)
             else:
