@@ -476,7 +476,7 @@ def stops():
     compiled(model, "asp")
     found = {}
     for name, callback in {
-        "middle": At(1),
+        "middle": At(0),
         "last": At("last"),
         "early": keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=1e9),
         "none": keras.callbacks.Callback(),
