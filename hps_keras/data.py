@@ -148,7 +148,8 @@ class ElasticDataset(DataAdapter):
 class Feed:
     """The batches of one worker in one `fit`: each of samples that the server has lent to it.
 
-    One lease at a time: the next comes with the answer to the gradient of the last, so nothing may be drawn ahead.
+    One lease at a time: the next comes with the answer to the gradient of the last, so nothing may be drawn ahead. A
+    lease that is larger than `piece` becomes several batches of nearly the same size.
 
     Args:
         dataset: Where the samples are.
@@ -157,6 +158,7 @@ class Feed:
         samples: Samples in a pass.
         batch_size: Samples that this worker wants in a batch.
         seed: Of the orders in this `fit`; the chief's is used by all.
+        piece: The most samples in one batch for Keras; 0 for no bound. A change counts from the next batch on.
     """
 
     def __init__(self, dataset: ElasticDataset) -> None:
@@ -165,37 +167,66 @@ class Feed:
         if dataset._passes:  # the server counts the passes of one fit, and another fit must not repeat their orders
             words = np.random.SeedSequence([dataset.seed, dataset._passes]).generate_state(1, np.uint64)
             self.seed = int(words[0]) >> 1
+        self.piece = 0
         self._order: np.ndarray | None = None
-        self._lease: Lease | None = None
+        self._lease: Lease | None = None  # as it was lent, while no batch was made of it
+        self._parts: list[tuple[Lease, int]] = []  # what is left of it, with the most samples of a batch, or 0
+        self._last: Lease | None = None  # the batch handed out last, while it can be asked for again
 
     def start(self, seed: int, number: int, lease: Lease) -> None:
-        """Begins pass `number` with a first lease; one of the last pass that was not used is forgotten."""
+        """Begins pass `number` with a first lease; what was left of the last pass is forgotten."""
         self._order = permutation(self.samples, seed, number) if self.dataset.shuffle else None
-        self._lease = lease
+        self._take(lease)
         self.dataset._passes += 1
 
     def grant(self, lease: Lease) -> None:
-        """Takes the samples of the next batch."""
-        if self._lease is not None:
-            raise HpsError(f"the server lent {lease} to this worker, which has not trained on {self._lease} yet")
-        self._lease = lease
+        """Takes the samples of the next batch or batches."""
+        if self._parts:
+            present = self._lease or [part for part, _ in self._parts]
+            raise HpsError(f"the server lent {lease} to this worker, which has not trained on {present} yet")
+        self._take(lease)
+
+    def _take(self, lease: Lease) -> None:
+        self._lease, self._parts, self._last = lease, [(lease, 0)], None
 
     @property
     def unused(self) -> bool:
         """Whether there is a lease that no batch was made of."""
         return self._lease is not None
 
+    @property
+    def more(self) -> bool:
+        """Whether batches of a lease that was begun are still to come."""
+        return self._lease is None and bool(self._parts)
+
+    def again(self, most: int) -> None:
+        """Hands out the samples of the last batch once more, before the rest: its step failed for lack of memory.
+
+        Args:
+            most: The most samples in one batch of them.
+        """
+        if self._last is None:
+            raise HpsError("no batch of the present lease was handed out, so none can be handed out again")
+        self._parts.insert(0, (self._last, _whole("most", most, 1)))
+        self._last = None
+
     def __iter__(self) -> Feed:
         return self
 
     def __next__(self) -> Any:
-        lease, self._lease = self._lease, None
-        if lease is None:
+        if not self._parts:
             raise HpsError(
                 "Keras asks for a batch, but the server has lent no samples to this worker: did a callback set "
                 "model.stop_training back to False at the end of an epoch?"
             )
-        return self.dataset.rows(self._order, lease.start, lease.samples)
+        (start, samples), most = self._parts.pop(0)
+        bounds = [bound for bound in (self.piece, most) if bound]
+        pieces = -(-samples // min(bounds)) if bounds else 1
+        now = -(-samples // pieces)
+        if now < samples:
+            self._parts.insert(0, (Lease(start + now, samples - now), most))
+        self._lease, self._last = None, Lease(start, now)
+        return self.dataset.rows(self._order, start, now)
 
 
 # -- the running fit --

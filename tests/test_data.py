@@ -149,7 +149,39 @@ def leases_by_hand():
         "batch": batch,
         "expected": permutation(50, 7, 2)[8:13].tolist(),
         "straight": identities(next(straight)),
+        "pieces": pieces(),
     }
+
+
+def pieces():
+    """A large lease in batches of at most `piece` samples; a failed batch once more, in smaller ones."""
+    from hps_keras.data import ElasticDataset, Feed
+
+    feed = Feed(ElasticDataset(numbers(50), shuffle=False, batch_size=4))
+    feed.start(7, 1, Lease(0, 10))
+    feed.piece = 4
+    drawn, states = [], [[feed.unused, feed.more]]
+    before = error(lambda: feed.again(2))
+
+    def draw():
+        drawn.append(identities(next(feed)))
+        states.append([feed.unused, feed.more])
+
+    draw()
+    refused = error(lambda: feed.grant(Lease(10, 3)))
+    feed.again(3)
+    repeated = error(lambda: feed.again(3))
+    draw()
+    feed.again(1)
+    for _ in range(5):
+        draw()
+    feed.again(2)  # the very last: the lease is open again
+    draw()
+    draw()
+    feed.grant(Lease(10, 3))
+    feed.piece = 0
+    draw()
+    return {"drawn": drawn, "states": states, "errors": [before, refused, repeated]}
 
 
 def alone():
@@ -313,6 +345,16 @@ def test_feed_makes_a_batch_of_one_lease_at_a_time(one):
     early, twice, late = seen["errors"]
     assert "has lent no samples" in early and "has lent no samples" in late
     assert "not trained on Lease(start=8, samples=5)" in twice
+
+
+def test_a_lease_comes_in_pieces_and_a_failed_one_comes_again(one):
+    seen = one["leases_by_hand"]["pieces"]
+    first, retried = [[0, 1, 2, 3], [0, 1]], [[0], [1], [2, 3]]
+    assert seen["drawn"] == [*first, *retried, [4, 5, 6], [7, 8, 9], [7, 8], [9], [10, 11, 12]]
+    assert seen["states"] == [[True, False]] + [[False, more] for more in (*[True] * 6, False, True, False, False)]
+    before, refused, repeated = seen["errors"]
+    assert "no batch of the present lease" in before and "no batch of the present lease" in repeated
+    assert "not trained on" in refused and "Lease(start=4, samples=6)" in refused
 
 
 def test_in_one_process_it_is_an_ordinary_data_set(one):
