@@ -11,6 +11,7 @@ The functions take the folder in which to find `proc` and `sys`, so that recorde
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,45 @@ def available_memory(root: str | Path = "/") -> int:
     if address_space is not None:
         rooms.append(address_space)
     return max(0, min(rooms))
+
+
+def resident_memory() -> int:
+    """Return the bytes of this process that lie in the machine's memory now."""
+    words = _text(Path("/proc/self/statm")).split()
+    if len(words) > 1:
+        return _number(words[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil  # systems without /proc
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_memory() -> int:
+    """Return the most bytes of this process that lay in memory since the last :func:`reset_peak`, or its start."""
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith("VmHWM:"):
+            return _number(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak() -> bool:
+    """Let :func:`peak_memory` begin anew; False where the system does not let it, so that peaks only ever rise."""
+    try:
+        descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        return os.write(descriptor, b"5") > 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

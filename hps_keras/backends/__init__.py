@@ -83,6 +83,42 @@ def hide_accelerators() -> None:
         logger.warning("the parameter server keeps a GPU that was in use before hps.init(): %s", error)
 
 
+class DeviceMemory(NamedTuple):
+    """Memory of the accelerator that a model runs on, in bytes.
+
+    Attributes:
+        free: What this process can still allocate.
+        used: What its tensors hold now.
+        peak: The most that they held since :func:`reset_device_peak`, or since the start where that is impossible.
+    """
+
+    free: int
+    used: int
+    peak: int
+
+
+def device_memory() -> DeviceMemory | None:
+    """Returns the memory of the accelerator that the model runs on; None when that is the CPU."""
+    return _own().device_memory()
+
+
+def reset_device_peak() -> None:
+    """Lets the peak of :func:`device_memory` begin anew where the back end can (JAX cannot)."""
+    _own().reset_device_peak()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Says whether an error, or one that it was raised from, means that memory did not suffice."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, MemoryError) or _own().is_out_of_memory(cause):  # numpy's is a MemoryError too
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 # -- a worker's step --
 
 

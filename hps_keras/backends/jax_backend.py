@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hps_keras.backends import GradientFunction, Stash, Step, Updater, pick, rows
+from hps_keras.backends import DeviceMemory, GradientFunction, Stash, Step, Updater, pick, rows
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
 
@@ -162,3 +162,25 @@ def build(model: Any, arguments: Any) -> None:
 def named(variable: Any) -> Any:
     """Keras's own variable."""
     return variable
+
+
+def device_memory() -> DeviceMemory | None:
+    """See :func:`hps_keras.backends.device_memory`."""
+    device = jax.local_devices()[0]
+    statistics = None if device.platform == "cpu" else device.memory_stats()
+    if not statistics or "bytes_limit" not in statistics:
+        return None
+    used = int(statistics["bytes_in_use"])
+    return DeviceMemory(
+        max(0, int(statistics["bytes_limit"]) - used), used, int(statistics.get("peak_bytes_in_use", used))
+    )
+
+
+def reset_device_peak() -> None:
+    """JAX keeps the peak since the start."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """XLA's errors have a status by name in their text, and no class of their own for each."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hps_keras.backends import GradientFunction, Stash, Step, Updater, pick
+from hps_keras.backends import DeviceMemory, GradientFunction, Stash, Step, Updater, pick
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
 
@@ -199,3 +200,35 @@ def build(model: Any, arguments: Sequence[Any]) -> None:
 def named(variable: Any) -> Any:
     """TensorFlow's variable, whose name holds the layer's."""
     return variable.value
+
+
+def device_memory() -> DeviceMemory | None:
+    """See :func:`hps_keras.backends.device_memory`."""
+    total = _device_limit()
+    if total is None:
+        return None
+    found = tf.config.experimental.get_memory_info("GPU:0")
+    return DeviceMemory(max(0, total - found["current"]), found["current"], found["peak"])
+
+
+@functools.cache
+def _device_limit() -> int | None:
+    """Bytes that TensorFlow may take of the first GPU, which it decides once; None without a GPU."""
+    if not tf.config.list_logical_devices("GPU"):
+        return None
+    from tensorflow.python.client import device_lib
+
+    return next((d.memory_limit for d in device_lib.list_local_devices() if d.device_type == "GPU"), None)
+
+
+def reset_device_peak() -> None:
+    """See :func:`hps_keras.backends.reset_device_peak`."""
+    tf.config.experimental.reset_memory_stats("GPU:0")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """TensorFlow has a class for it, which Keras sometimes turns into another one with the same text."""
+    return isinstance(error, tf.errors.ResourceExhaustedError) or (
+        isinstance(error, (RuntimeError, tf.errors.OpError))
+        and ("RESOURCE_EXHAUSTED" in str(error) or "OOM when allocating" in str(error))
+    )

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import torch
 
-from hps_keras.backends import GradientFunction, Stash, Step, Updater, pick, rows
+from hps_keras.backends import DeviceMemory, GradientFunction, Stash, Step, Updater, pick, rows
 from hps_keras.layout import ParameterLayout
 
 
@@ -85,3 +85,25 @@ def build(model: Any, arguments: Any) -> None:
 def named(variable: Any) -> Any:
     """Keras's own variable."""
     return variable
+
+
+def device_memory() -> DeviceMemory | None:
+    """See :func:`hps_keras.backends.device_memory`."""
+    if keras.src.backend.torch.core.get_device() != "cuda":
+        return None
+    used, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    # What torch keeps from freed tensors is free to this process, and to no other.
+    return DeviceMemory(torch.cuda.mem_get_info()[0] + kept - used, used, torch.cuda.max_memory_allocated())
+
+
+def reset_device_peak() -> None:
+    """See :func:`hps_keras.backends.reset_device_peak`."""
+    torch.cuda.reset_peak_memory_stats()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's error has a class; that of the CPU's allocator is told by its text."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("allocate memory" in text or "out of memory" in text.lower())
+    )

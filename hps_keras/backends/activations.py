@@ -1,0 +1,64 @@
+"""The memory that a sample's activations need, from the shapes of a model's layers alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+
+def activation_bytes(model: Any) -> int | None:
+    """Returns the bytes that one sample needs in a training step, by the outputs of all layers.
+
+    The forward pass keeps every output for the backward pass, which adds the gradients of an output and of the next
+    one: the largest counts three times.
+
+    Returns:
+        None if the shapes are unknown: the model is not built, is subclassed, or has axes without a fixed size.
+    """
+    sizes = [_bytes(tensor) for tensor in _tensors(model)]
+    if not sizes or None in sizes:
+        return None
+    known = [size for size in sizes if size is not None]
+    return sum(known) + 2 * max(known)
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    """Yields the symbolic outputs of all layers, nested models' too; nothing where they are unknown."""
+    graph = getattr(model, "_functional", model) or model  # Sequential wraps one
+    for node in itertools.chain.from_iterable(getattr(graph, "_nodes_by_depth", {}).values()):
+        operation = node.operation
+        if type(operation).__name__ in ("Flatten", "Reshape"):
+            continue  # views of their input
+        inner = getattr(operation, "_functional", operation)
+        if hasattr(inner, "_nodes_by_depth"):
+            yield from _tensors(operation)
+        else:
+            yield from node.outputs
+            yield from _inside(operation, node)
+
+
+def _inside(operation: Any, node: Any) -> Iterator[Any]:
+    """Yields what layers keep beside their outputs, where that is much more."""
+    import keras
+
+    if isinstance(operation, keras.layers.MultiHeadAttention):
+        (batch, queries, *_), keys = node.outputs[0].shape, node.input_tensors[-1].shape[1]
+        scores = (batch, operation._num_heads, queries, keys)
+        yield from [keras.KerasTensor(scores, node.outputs[0].dtype)] * 2
+    elif isinstance(operation, keras.layers.RNN):
+        # Every time step keeps its gates and states.
+        batch, steps = node.input_tensors[0].shape[:2]
+        units = getattr(operation, "units", 0) or math.prod(d or 1 for d in node.outputs[0].shape[1:])
+        gates = {"LSTM": 8, "GRU": 6}.get(type(operation).__name__, 2)
+        yield keras.KerasTensor((batch, steps, gates * units), node.outputs[0].dtype)
+
+
+def _bytes(tensor: Any) -> int | None:
+    """Bytes of one sample in a symbolic tensor; None if its shape is not known."""
+    shape = tuple(tensor.shape)[1:]
+    if None in shape:
+        return None
+    bits = "".join(c for c in str(tensor.dtype) if c.isdigit())  # numpy does not know bfloat16
+    return math.prod(shape) * (int(bits) // 8 if bits else 1)

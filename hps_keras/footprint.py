@@ -1,0 +1,116 @@
+"""What a batch costs: the peak memory of a training step as a line over the number of its samples.
+
+Peaks are noisy, and always upwards: the first step of a size also holds what its compilation needs, and allocators keep
+memory that they were given back. So each size counts with the lowest peak that it ever had, and the slope is taken only
+between sizes that became the largest one in turn: a smaller batch after a larger one sits on memory that is still held,
+which would make the line too flat, and the next batch too large.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+# Real steps need up to this many times the prior's bytes: temporary tensors inside layers and their gradients.
+_CAUTION = 1.5
+# A measured slope below this share of the prior is not believed: a peak of compilation can hide what batches need.
+_FLOOR = 0.25
+# Growth is tried in steps: at most so many times the largest size measured, with a guessed and a measured slope.
+_TRY, _STRETCH = 2, 4
+_APART = 1.5  # sizes that differ by this factor give a slope
+_RUNG = 1.1  # a size is written down when it is so much larger than the last one
+_LASTING = 4  # peaks in a row that show that everything else has grown
+
+
+class Footprint:
+    """Peak memory of a step: ``base + per_sample * samples``.
+
+    Args:
+        prior: Bytes that one sample needs by the outputs of the model's layers; None if unknown.
+    """
+
+    def __init__(self, prior: int | None) -> None:
+        self._prior = prior or None
+        self._start: int | None = None
+        self._rungs: list[tuple[int, int]] = []  # sizes that were the largest in turn, each with its lowest peak
+        self._excess: deque[int] = deque(maxlen=_LASTING)
+        self._refused: tuple[int, int] | None = None
+
+    @property
+    def largest(self) -> int:
+        """The largest size that was measured, 0 before the first."""
+        return self._rungs[-1][0] if self._rungs else 0
+
+    @property
+    def per_sample(self) -> float | None:
+        """Bytes that each further sample needs; None as long as nothing says it."""
+        slope = self._slope()
+        if slope is not None:
+            return max(slope, _FLOOR * self._prior if self._prior else 1.0)
+        guess = self._prior * _CAUTION if self._prior else None
+        if self._rungs and self._start is not None:
+            # All that a step added cannot be less than what its samples need.
+            size, peak = self._rungs[-1]
+            most = max(1.0, (peak - self._start) / size)
+            guess = most if guess is None else max(min(guess, most), _FLOOR * (self._prior or 0))
+        return guess
+
+    def observe(self, samples: int, peak: int) -> None:
+        """Takes in the peak of a step.
+
+        Args:
+            samples: Samples in its batch; 0 says what the process needs before the first step.
+            peak: The most resident bytes, or bytes on the device, while it ran.
+        """
+        if samples <= 0:
+            self._start = peak
+            return
+        self._write(samples, peak)
+        self._excess.append(peak - self._rungs[-1][1])
+
+    def refuse(self, samples: int, room: int) -> int:
+        """Takes in that a batch did not fit in `room` bytes; returns the size to go on with."""
+        size = max(1, samples // 2)
+        if size < self.largest < samples:
+            size = self.largest
+        self._rungs = [rung for rung in self._rungs if rung[0] < samples]
+        self._refused = size, room
+        return size
+
+    def most(self, room: int) -> int | None:
+        """Returns the most samples whose step stays within `room` bytes in all; None if unknown, 0 if none fit."""
+        slope = self.per_sample
+        if slope is None or (not self._rungs and self._start is None):
+            return self._refused[0] if self._refused else None
+        if self._rungs:
+            size, peak = self._rungs[-1]
+            peak += max(0, min(self._excess)) if len(self._excess) == _LASTING else 0
+            fit = int(size + (room - peak) / slope)
+            fit = min(fit, size * (_STRETCH if self._slope() is not None else _TRY))
+        else:
+            fit = int((room - (self._start or 0)) / slope)
+        if self._refused:
+            # What was refused is tried again only when there is clearly more room than there was.
+            size, then = self._refused
+            if room <= then * 1.25:
+                fit = min(fit, size)
+        return max(0, fit)
+
+    def _write(self, samples: int, peak: int) -> None:
+        rungs = self._rungs
+        for index, (size, least) in enumerate(rungs):
+            if size == samples:
+                rungs[index] = (size, min(least, peak))
+        if samples >= self.largest * _RUNG and samples > self.largest:
+            rungs.append((samples, peak))
+        # What a larger batch did not need, a smaller one does not either.
+        for index in range(len(rungs) - 2, -1, -1):
+            if rungs[index][1] >= rungs[index + 1][1]:
+                del rungs[index]
+
+    def _slope(self) -> float | None:
+        """Returns the steepest line to the largest size from those clearly smaller, as peaks bend upwards."""
+        if not self._rungs:
+            return None
+        top, peak = self._rungs[-1]
+        slopes = [(peak - least) / (top - size) for size, least in self._rungs if size * _APART <= top]
+        return max(slopes, default=None)

@@ -1,0 +1,122 @@
+"""How many samples a worker may be given: what its memory still holds, and what its batches were seen to need."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from hps_keras import backends, resources
+from hps_keras.backends.activations import activation_bytes
+from hps_keras.errors import ConfigurationError
+from hps_keras.footprint import Footprint
+
+_PERIOD = 0.25  # seconds between two looks at the limits, which cost a millisecond
+
+
+class Headroom:
+    """How many samples of a batch fit into this worker's memory.
+
+    Args:
+        model: The Keras model that trains.
+        reserve: Memory that batches never touch: bytes, or a share (below 1) of what the process may use.
+        root: The folder that holds `proc` and `sys`.
+        sharers: Workers that take from the same memory; each may take its part of what is free.
+
+    Attributes:
+        limit: Most samples in one batch; 0 unknown.
+        memory: Bytes that this process can still use, without the reserve.
+
+    Raises:
+        ConfigurationError: The reserve is impossible, or not even one sample fits beside it.
+    """
+
+    def __init__(self, model: Any, reserve: float | int = 0.1, root: str = "/", sharers: int = 1) -> None:
+        self._reserve, self._root, self._sharers = _checked(reserve), root, max(1, sharers)
+        self._prior = activation_bytes(model)
+        self._footprint = Footprint(self._prior)
+        self._footprint.observe(0, self._used() + _step_bytes(model))
+        self._next = 0.0
+        self.limit = self.memory = 0
+        self._look()
+        if self._prior and self.limit == 0:
+            raise self._nothing_fits()
+        self._next = 0.0
+
+    def begin(self) -> None:
+        """Call before a step: peaks are counted from here."""
+        if not self._on_device():
+            resources.reset_peak()
+        else:
+            backends.reset_device_peak()
+
+    def end(self, samples: int) -> None:
+        """Call after a step that trained on `samples`; reads memory and limits only now and then."""
+        if samples <= 0 or (samples <= self._footprint.largest and time.monotonic() < self._next):
+            return
+        self._footprint.observe(samples, self._peak())
+        self._look()
+        # What trains now fits: 0 would mean that nothing is known.
+        self.limit = max(1, self.limit) if self._footprint.per_sample is not None else self.limit
+
+    def ran_out(self, samples: int) -> int:
+        """Call when the memory did not hold a batch of so many samples; returns, and remembers, the new limit.
+
+        Raises:
+            ConfigurationError: It was a single sample.
+        """
+        if samples <= 1:
+            raise self._nothing_fits()
+        self._footprint.refuse(samples, self._room())
+        self._look()
+        self.limit = max(1, min(self.limit or samples, samples - 1))
+        return self.limit
+
+    def _look(self) -> None:
+        room = self._room()
+        self.memory = max(0, room - self._used())
+        self.limit = self._footprint.most(room) or 0
+        self._next = time.monotonic() + _PERIOD
+
+    def _room(self) -> int:
+        """Bytes that this process may reach in all."""
+        device = backends.device_memory()
+        used = resources.resident_memory() if device is None else device.used
+        free = resources.available_memory(self._root) if device is None else device.free
+        whole = used + free // self._sharers
+        return whole - int(self._reserve * whole if self._reserve < 1 else self._reserve)
+
+    def _on_device(self) -> bool:
+        return backends.device_memory() is not None
+
+    def _used(self) -> int:
+        device = backends.device_memory()
+        return resources.resident_memory() if device is None else device.used
+
+    def _peak(self) -> int:
+        device = backends.device_memory()
+        return resources.peak_memory() if device is None else device.peak
+
+    def _nothing_fits(self) -> ConfigurationError:
+        mib = 1 << 20
+        return ConfigurationError(
+            f"not even one sample of a batch fits into this worker's memory: it holds {self._used() // mib} MiB, can "
+            f"use {self.memory // mib} MiB more, and a sample needs about {(self._prior or 0) // mib} MiB: give the "
+            f"worker more memory, run fewer workers on its machine, use a smaller model or mixed_float16, or leave a "
+            f"smaller reserve (reserve={self._reserve})"
+        )
+
+
+def _checked(reserve: float | int) -> float:
+    if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not 0 <= reserve < float("inf"):
+        raise ConfigurationError(
+            f"reserve={reserve!r}: give a number of bytes, or a share of the usable memory from 0 to below 1, as 0.1"
+        )
+    if reserve >= 1 and not float(reserve).is_integer():
+        raise ConfigurationError(f"reserve={reserve!r}: a share must be below 1; give bytes as a whole number")
+    return reserve
+
+
+def _step_bytes(model: Any) -> int:
+    """Bytes of a step whatever its batch: gradients, where they are kept, and the buffers of the exchange."""
+    return 4 * sum(4 * math.prod(v.shape) for v in model.trainable_variables)
