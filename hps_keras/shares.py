@@ -1,0 +1,418 @@
+"""How large each worker's next batch is, so that all finish together and none runs out of memory.
+
+Each worker's time is fitted (:mod:`hps_keras.steptime`); :func:`solve` finds the sizes whose times are equal, within
+bounds; :class:`BatchSizes` decides when to move to them. With times proportional to the samples this is the share by
+speed of Tyagi & Sharma 2020 and LB-BSP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+from hps_keras.errors import ConfigurationError
+from hps_keras.growth import Growth
+from hps_keras.steptime import StepTime
+
+MODES = ("cap", "accumulate")
+SHARES = ("auto", "always", "never")
+_REFINE_UP_TO = 80  # steps of each worker up to which sizes may still move within the dead band, as they double
+_TOLD_FREELY = 5  # moves that are all reported
+_TOLD_CHANGE = 0.1  # change of a size since the last report that is reported later on
+_SHOWN = 8  # sizes in a line
+
+
+class Line(Protocol):
+    """A worker's time, t(b) = fixed + per_sample b."""
+
+    @property
+    def fixed(self) -> float:
+        """Seconds that the samples do not change."""
+
+    @property
+    def per_sample(self) -> float:
+        """Seconds that each sample adds."""
+
+
+class Proportional(NamedTuple):
+    """A time that is proportional to the samples."""
+
+    per_sample: float
+    fixed: float = 0.0
+
+
+def solve(times: Mapping[int, Line], total: int, least: Mapping[int, int], most: Mapping[int, int]) -> dict[int, int]:
+    """Divides samples so that the slowest finishes as early as it can.
+
+    Finds T with sum_i clip((T - fixed_i) / per_sample_i, least_i, most_i) = total by bisection, and rounds by largest
+    remainder, ties by rank.
+
+    Args:
+        times: Per worker.
+        total: Samples to divide; the sizes add up to it exactly.
+        least: Least size of each.
+        most: Largest size of each.
+
+    Raises:
+        ValueError: The bounds do not hold `total`.
+
+    Example:
+        >>> solve({1: Proportional(1.0), 2: Proportional(4.0)}, 10, {1: 1, 2: 1}, {1: 10, 2: 10})
+        {1: 8, 2: 2}
+    """
+    workers = sorted(times)
+    fits = all(least[w] <= most[w] for w in workers)
+    if not fits or not sum(least[w] for w in workers) <= total <= sum(min(most[w], total) for w in workers):
+        raise ValueError(f"{total} samples do not fit between {dict(least)} and {dict(most)}")
+    wanted = _fractions(times, total, least, most)
+    sizes = {w: min(int(wanted[w]), most[w]) for w in workers}
+    rest = total - sum(sizes.values())
+    # The bisection ends a hair below the total, so the rest is below the number of workers, but for equal times and
+    # bounds of which a rounding error hides the last sample.
+    while rest > 0:
+        open_ones = [w for w in workers if sizes[w] < most[w]]
+        for w in sorted(open_ones, key=lambda w: (sizes[w] - wanted[w], w))[:rest]:
+            sizes[w] += 1
+            rest -= 1
+    return sizes
+
+
+def _fractions(
+    times: Mapping[int, Line], total: int, least: Mapping[int, int], most: Mapping[int, int]
+) -> dict[int, float]:
+    def at(seconds: float) -> dict[int, float]:
+        return {
+            w: min(max((seconds - t.fixed) / t.per_sample, least[w]), min(most[w], total)) for w, t in times.items()
+        }
+
+    low = 0.0
+    high = max(t.fixed + t.per_sample * total for t in times.values())
+    while True:
+        middle = (low + high) / 2
+        if not low < middle < high:  # no number between them
+            return at(low)
+        if sum(at(middle).values()) > total:
+            high = middle
+        else:
+            low = middle
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """How batch sizes may move.
+
+    Attributes:
+        mode: ``"cap"``: a worker's memory bounds its batch. ``"accumulate"``: it bounds the micro-batches of which the
+            worker makes the batch.
+        shares: ``"auto"``: by speed in BSP, as given in the asynchronous models, where nobody waits. ``"always"``: by
+            speed. ``"never"``: as given. Always within the bounds of memory.
+        dead_band: Sizes move when one would change by more than this share of itself, from 0 to 1.
+        settle: Steps of each worker that are seen before sizes move, and between two moves.
+        unit: Sizes are multiples of it; the last worker takes the rest. For programs that compile for each new size.
+
+    Raises:
+        ConfigurationError: Names the field, the value and the range.
+    """
+
+    mode: str = "cap"
+    shares: str = "auto"
+    dead_band: float = 0.05
+    settle: int = 5
+    unit: int = 1
+
+    def __post_init__(self) -> None:
+        for name, choices in (("mode", MODES), ("shares", SHARES)):
+            if getattr(self, name) not in choices:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(repr, choices))}")
+        good = isinstance(self.dead_band, (int, float)) and not isinstance(self.dead_band, bool)
+        if not good or not 0 <= self.dead_band < 1:
+            raise ConfigurationError(f"dead_band={self.dead_band!r}: give a share of a batch from 0 to below 1")
+        for name in ("settle", "unit"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: give a whole number, 1 or more")
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the options for another rank."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(described: Mapping[str, Any]) -> Resizing:
+        """Rebuilds what :meth:`to_json` described."""
+        return Resizing(**described)
+
+
+class BatchSizes:
+    """How many samples each worker's next batch has.
+
+    Args:
+        resizing: The options.
+        batch_sizes: What each worker was given; their sum B stays.
+        limits: The most samples of one batch that fit in each worker's memory; 0 or missing where that is not known.
+        memory: Bytes that each worker can still use, for messages.
+
+    Attributes:
+        total: B, the samples of a round.
+        mean: B / N at the start: b_mean of the push weights.
+        times: Each worker's fitted time.
+
+    Raises:
+        ConfigurationError: The limits cannot hold B.
+    """
+
+    def __init__(
+        self,
+        resizing: Resizing,
+        batch_sizes: Mapping[int, int],
+        limits: Mapping[int, int] | None = None,
+        memory: Mapping[int, int] | None = None,
+    ) -> None:
+        self.resizing = resizing
+        self.total = sum(batch_sizes.values())
+        self.mean = self.total / len(batch_sizes)
+        self.times: dict[int, StepTime] = {worker: StepTime() for worker in batch_sizes}
+        self._given = dict(batch_sizes)
+        self._limits = {w: n for w, n in (limits or {}).items() if n > 0}
+        self._memory = dict(memory or {})
+        self._growth = {worker: Growth() for worker in batch_sizes}
+        self._sizes: dict[int, int] = {}  # of the present workers
+        self._steps: dict[int, int] = {}  # of each when sizes last moved
+        self._evidence = 0.0  # that the last move rested on
+        self._moves = 0
+        self._balanced = False  # sizes have followed speeds
+        self._told: dict[int, int] = dict(batch_sizes)
+        self._news: str | None = None
+        self._asked = 0
+        self._capped = resizing.mode == "cap"
+
+    def observe(self, worker: int, samples: int, seconds: float) -> None:
+        """A worker's step of `samples` took `seconds` of computing, without any waiting."""
+        if samples < 1:
+            return
+        self._meet(worker)
+        self.times[worker].observe(samples, seconds)
+        self._growth[worker].observe(samples, seconds, self.times[worker].jitter, self.resizing.settle)
+
+    def limit(self, worker: int, samples: int, memory: int) -> None:
+        """The most samples that fit in a worker's memory are now these (0: not known), in so many bytes.
+
+        A limit below the present size takes effect with the next size.
+        """
+        self._meet(worker)
+        self._memory[worker] = memory
+        if samples > 0:
+            self._limits[worker] = samples
+        else:
+            self._limits.pop(worker, None)
+
+    def round(self, workers: Sequence[int], left: int) -> dict[int, int]:
+        """Returns the sizes of one BSP round; they add up to B, or to what is left of the pass.
+
+        Args:
+            workers: The present ones.
+            left: Samples that are left of the pass.
+
+        Raises:
+            ConfigurationError: The limits of all workers together cannot hold B.
+        """
+        present = sorted(workers)
+        for worker in present:
+            self._meet(worker)
+        self._decide(present, by_speed=self.resizing.shares != "never")
+        if left >= sum(self._sizes.values()):
+            return dict(self._sizes)
+        # A last round is divided as a full one is. Where some get nothing, these are the ones that had least.
+        shares = {w: Proportional(1 / max(n, 1)) for w, n in self._sizes.items()}
+        least = {w: min(n, 1 if left >= len(present) else 0) for w, n in self._sizes.items()}
+        return solve(shares, left, least, self._sizes)
+
+    def alone(self, worker: int, left: int) -> int:
+        """Returns the size of one worker's next batch in an asynchronous model, from 1 to `left`."""
+        self._meet(worker)
+        size = self._given[worker]
+        if self.resizing.shares == "always":
+            present = sorted(self._given)
+            if self._asked % len(present) == 0:  # one decision costs as much as all of a round
+                self._decide(present, by_speed=True, refuse=False)
+            self._asked += 1
+            size = self._sizes.get(worker, size)
+        bound = self._limits.get(worker, size) if self._capped else size
+        if bound < size and self._told.get(worker) != bound:
+            self._told[worker] = bound
+            self._news = f"batches of {bound} instead of {size}: {self._room_of(worker)}"
+        return max(1, min(size, bound, left))
+
+    def ideal(self, workers: Sequence[int]) -> dict[int, int]:
+        """Returns the sizes of a BSP round as they would be now without a dead band, which moves nothing."""
+        present = sorted(workers)
+        for worker in present:
+            self._meet(worker)
+        return self._solve(present, self.resizing.shares != "never", self._most(present))
+
+    def equal(self, workers: Sequence[int]) -> dict[int, int]:
+        """Returns the sizes of batches in an asynchronous model, which moves nothing."""
+        if self.resizing.shares == "always":
+            return self.ideal(workers)
+        hard = self._hard(workers)
+        return {w: min(self._given[w], hard[w]) for w in workers}
+
+    def news(self) -> str | None:
+        """Returns one line for the user when sizes have moved since the last call, though not of every small move."""
+        text, self._news = self._news, None
+        return text
+
+    # -- when --
+
+    def _decide(self, present: list[int], by_speed: bool, refuse: bool = True) -> None:
+        """Moves the sizes if there is a reason."""
+        most = self._most(present)
+        if refuse:
+            self._need_room(present, most)
+        reason = self._must_move(present)
+        if reason is None and (not by_speed or not self._settled(present)):
+            return
+        better = self._solve(present, by_speed, most)
+        if better == self._sizes or (reason is None and not self._worth(better)):
+            return
+        self._move(better, "to finish together" if reason is None else reason)
+        self._balanced |= by_speed and all(self.times[w].steps for w in present)
+
+    def _must_move(self, present: list[int]) -> str | None:
+        """Why the present sizes can't stay; None if they can."""
+        before = list(self._sizes)
+        if not before:
+            short = [w for w in present if self._capped and self._limits.get(w, self.total) < self._given[w]]
+            return "; ".join(self._room_of(w) for w in short[:_SHOWN])
+        if before != present:
+            gone, come = sorted({*before} - {*present}), sorted({*present} - {*before})
+            return "; ".join(f"{_names(who)} {what}" for who, what in ((gone, "left"), (come, "came")) if who)
+        hard = self._hard(present)
+        over = [w for w in present if self._sizes[w] > hard[w]]
+        return "; ".join(self._room_of(w) for w in over[:_SHOWN]) if over else None
+
+    def _settled(self, present: Collection[int]) -> bool:
+        return all(self.times[w].steps - self._steps.get(w, 0) >= self.resizing.settle for w in present)
+
+    def _worth(self, better: Mapping[int, int]) -> bool:
+        """Whether a size changes by more than the dead band, and more than noise or rounding explain."""
+        old, new = (max(self.times[w].seconds(s[w]) for w in better) for s in (self._sizes, better))
+        gains = old > (1 + self.resizing.dead_band) * new
+        for worker, size in better.items():
+            change = abs(size - self._sizes[worker])
+            band = max(self.resizing.dead_band, 2 * self.times[worker].error)
+            if change > band * self._sizes[worker] and (change > 1 or gains):
+                return True
+        # Sizes that rest on few steps are put right as those double, within the dead band too; but not where each new
+        # size costs a compilation.
+        evidence = min(self.times[w].evidence for w in better)
+        enough = 2 * max(self._evidence, self.resizing.settle)
+        return self.resizing.unit == 1 and enough <= evidence and self._evidence < _REFINE_UP_TO
+
+    def _move(self, sizes: dict[int, int], reason: str) -> None:
+        self._moves += bool(self._sizes)
+        self._sizes = sizes
+        self._steps = {w: self.times[w].steps for w in sizes}
+        self._evidence = min(self.times[w].evidence for w in sizes)
+        changed = any(abs(n - self._told.get(w, 0)) > _TOLD_CHANGE * self._told.get(w, 0) for w, n in sizes.items())
+        if sizes != self._told and (self._moves <= _TOLD_FREELY or changed):
+            self._told = dict(sizes)
+            self._news = self._line(reason)
+
+    # -- which --
+
+    def _solve(self, present: list[int], by_speed: bool, most: Mapping[int, int]) -> dict[int, int]:
+        total = min(self.total, sum(most.values()))
+        times = self._lines(present) if by_speed else None
+        if times is None:
+            times = {w: Proportional(1 / self._given[w]) for w in present}
+        unit = self.resizing.unit
+        if unit > 1 and min(most.values()) >= unit:
+            units, rest = divmod(total, unit)
+            if len(present) <= units <= sum(n // unit for n in most.values()):
+                sizes = self._multiples(times, units, rest, most)
+                if sizes is not None:
+                    return sizes
+        return solve(times, total, dict.fromkeys(present, 0 if total < len(present) else 1), most)
+
+    def _multiples(
+        self, times: Mapping[int, Line], units: int, rest: int, most: Mapping[int, int]
+    ) -> dict[int, int] | None:
+        unit = self.resizing.unit
+        scaled = {w: Proportional(t.per_sample * unit, t.fixed) for w, t in times.items()}
+        found = solve(scaled, units, dict.fromkeys(times, 1), {w: n // unit for w, n in most.items()})
+        sizes = {w: n * unit for w, n in found.items()}
+        takers = [w for w in sorted(sizes, reverse=True) if sizes[w] + rest <= most[w]]
+        if not takers:
+            return None
+        sizes[takers[0]] += rest
+        return sizes
+
+    def _lines(self, present: Collection[int]) -> dict[int, Line] | None:
+        """Each worker's time; None before enough steps were seen. A newcomer counts with the mean speed of the rest."""
+        known = [w for w in present if self.times[w].steps >= self.resizing.settle]
+        if len(known) < len(present) and (not known or not self._balanced):
+            return None
+        share = self.total / len(present)
+        speed = sum(share / self.times[w].seconds(round(share)) for w in known) / len(known)
+        return {w: self.times[w] if w in known else Proportional(1 / speed) for w in present}
+
+    def _hard(self, present: Collection[int]) -> dict[int, int]:
+        """The most samples that memory allows each worker."""
+        return {w: min(self._limits.get(w, self.total), self.total) if self._capped else self.total for w in present}
+
+    def _most(self, present: Collection[int]) -> dict[int, int]:
+        """Upper bounds: memory, and the sizes beyond which a worker was found to be slower, if they hold B."""
+        hard = self._hard(present)
+        soft = {w: min(n, max(1, self._growth[w].bound(n))) for w, n in hard.items()}
+        return soft if sum(soft.values()) >= min(self.total, sum(hard.values())) else hard
+
+    def _need_room(self, present: Collection[int], most: Mapping[int, int]) -> None:
+        """Refuses bounds that do not hold B, unless workers have left, who held some of it."""
+        room = sum(most.values())
+        if room >= self.total or len(present) < len(self._given):
+            return
+        least = min(present, key=lambda w: (most[w], w))
+        raise ConfigurationError(
+            f"the workers' memory holds batches of {room} samples together, the global batch has {self.total}: "
+            f"{self._room_of(least)}. Give a smaller batch_size, BatchResizer(mode='accumulate'), or more memory"
+        )
+
+    def _meet(self, worker: int) -> None:
+        if worker not in self._given:
+            self._given[worker] = max(1, round(self.mean))
+            self.times[worker], self._growth[worker] = StepTime(), Growth()
+
+    # -- what is said --
+
+    def _room_of(self, worker: int) -> str:
+        bytes_left = self._memory.get(worker, 0)
+        have = f" in {bytes_left:,} bytes ({bytes_left / 2**20:,.0f} MiB)" if bytes_left else ""
+        limit = self._limits.get(worker, self.total)
+        return f"worker {worker} has room for {limit} {'sample' if limit == 1 else 'samples'}{have}"
+
+    def _line(self, reason: str) -> str:
+        sizes = list(self._sizes.values())
+        if len(sizes) > _SHOWN:
+            ranked = sorted(sizes)
+            shown = f"{ranked[0]} to {ranked[-1]} (median {ranked[len(ranked) // 2]}) on {len(sizes)} workers"
+        else:
+            shown = ", ".join(f"{w}: {n}" for w, n in self._sizes.items())
+        text = f"batch sizes {shown}; {sum(sizes)} together"
+        if sum(sizes) < self.total:
+            text += f" instead of {self.total}, for the workers that are left have no more memory"
+        if all(self.times[w].steps for w in self._sizes):
+            slowest = max(self.times[w].seconds(n) for w, n in self._sizes.items())
+            text += f"; {_seconds(slowest)} a step"
+        return f"{text} ({reason})" if reason else text
+
+
+def _names(workers: Sequence[int]) -> str:
+    return ("worker " if len(workers) == 1 else "workers ") + ", ".join(map(str, workers))
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+__all__ = ["BatchSizes", "Proportional", "Resizing", "StepTime", "solve"]
