@@ -1,15 +1,14 @@
 """ElasticDataset: one shuffled stream of samples for all workers, which the server lends out batch by batch.
 
-Each worker holds (or maps) all samples. In a pass the server lends ranges of the shuffled order to the workers as they
-ask, see :mod:`hps_keras.scheduling`; a :class:`Feed` turns what was lent into batches.
+Each worker can read all samples (:mod:`hps_keras.sources`). In a pass the server lends ranges of the shuffled order to
+the workers as they ask, see :mod:`hps_keras.scheduling`; a :class:`Feed` turns what was lent into batches.
 """
 
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
-from functools import partial
-from numbers import Integral
 from typing import Any
 
 import keras
@@ -18,9 +17,11 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from hps_keras.backends.pipeline import pipeline
 from hps_keras.errors import ConfigurationError, HpsError
-from hps_keras.scheduling import Lease, permutation
+from hps_keras.scheduling import Lease, fingerprint
+from hps_keras.sharding import fingerprint_of, shard
+from hps_keras.sources import Source, source_of, whole
 
-__all__ = ["ElasticDataset"]
+__all__ = ["ElasticDataset", "fingerprint_of", "shard"]
 
 
 class ElasticDataset(DataAdapter):
@@ -35,17 +36,21 @@ class ElasticDataset(DataAdapter):
     Args:
         x: A numpy array, or a dict, tuple or list of arrays (nested too), with the same first dimension. Arrays that
             are mapped from a file (``np.load(..., mmap_mode="r")``) are read row by row. Other arrays and tensors are
-            made numpy arrays at once. Floats become the `floatx` of Keras, as in any `fit`.
-        y: Targets, likewise, or None.
+            made numpy arrays at once. Floats become the `floatx` of Keras, as in any `fit`. Or a
+            ``keras.utils.PyDataset`` whose batches have the same size but for the last; its `workers` are not used. Or
+            a ``tf.data.Dataset`` of single samples, without ``batch`` and ``shuffle``.
+        y: Targets, likewise, or None. A PyDataset or ``tf.data.Dataset`` gives them with x.
         sample_weight: Weights of the samples, likewise, or None.
         batch_size: Samples in a batch of one worker; the last ones of a pass can be smaller.
         shuffle: Whether each pass of `fit` has an order of its own.
         seed: Of the orders; None draws one from numpy's global generator, which ``keras.utils.set_random_seed`` seeds.
             Over several workers the chief's counts.
+        shuffle_buffer: Samples of a ``tf.data.Dataset`` that are shuffled together, and held in memory up to three
+            times; None for as many as take 32 MiB, but 64 at least. The same on all workers.
 
     Raises:
-        ConfigurationError: The arrays differ in their first dimension or there is nothing in them, or an argument is
-            out of its range.
+        ConfigurationError: The arrays differ in their first dimension or there is nothing in them, an argument is out
+            of its range, or the data set cannot be shared.
 
     Example:
         >>> data = hps.data.ElasticDataset(x, y, batch_size=64)   # doctest: +SKIP
@@ -60,47 +65,58 @@ class ElasticDataset(DataAdapter):
         batch_size: int = 32,
         shuffle: bool = True,
         seed: int | None = None,
+        shuffle_buffer: int | None = None,
     ) -> None:
-        if sample_weight is not None and y is None:
-            raise ConfigurationError("sample_weight without y: Keras weighs the losses of targets; give y as well")
-        self._sizes = _whole("batch_size", batch_size, 1)
+        self._sizes = whole("batch_size", batch_size, 1)
         if not isinstance(shuffle, (bool, np.bool_)):
             raise ConfigurationError(f"shuffle={shuffle!r}: give True or False; whole passes are shuffled")
-        given = {"x": x, "y": y, "sample_weight": sample_weight}
-        named = {name: _leaves(name, value) for name, value in given.items() if value is not None}
-        self.samples = _common_length({path: leaf for leaves in named.values() for path, leaf in leaves.items()})
-        packed = (
-            keras.tree.pack_sequence_as(keras.tree.lists_to_tuples(given[name]), list(leaves.values()))
-            for name, leaves in named.items()
-        )
-        self._arrays = keras.utils.pack_x_y_sample_weight(*packed)
-        self._mapped = any(map(_is_mapped, keras.tree.flatten(self._arrays)))
+        buffer = None if shuffle_buffer is None else whole("shuffle_buffer", shuffle_buffer, 1)
+        self.source = source_of(x, y, sample_weight, buffer)
+        self.samples = self.source.samples
         self.shuffle = bool(shuffle)
-        self.seed = int(np.random.randint(1 << 31)) if seed is None else _whole("seed", seed, 0)
+        self.seed = int(np.random.randint(1 << 31)) if seed is None else whole("seed", seed, 0)
         self._passes = 0
+        self._training = False  # whether a pass of it has begun
+
+    def order(self, seed: int, number: int) -> np.ndarray | None:
+        """Which sample stands where in pass `number`; None where all stand in their own order."""
+        return self.source.order(seed, number) if self.shuffle else None
+
+    @property
+    def order_print(self) -> int:
+        """A number that differs where another worker would have another order of the same seed."""
+        return zlib.crc32(f"{fingerprint()} {self.source.layout if self.shuffle else ''}".encode())
 
     def rows(self, order: np.ndarray | None, start: int, samples: int) -> Any:
         """Returns the batch of `samples` positions from `start` on; `order` says which sample stands where."""
-        if order is None:
-            which: Any = slice(start, start + samples)
-        else:
-            which = order[start : start + samples]
-            if self._mapped:  # a file is read faster forwards; within a batch the order means nothing
-                which = np.sort(which)
-        return keras.tree.map_structure(partial(_take, which=which), self._arrays)
+        return _at(self.source, order, start, samples)
 
-    def _pass(self, shuffled: bool) -> Iterator[Any]:
-        number = self._passes + 1
-        order = permutation(self.samples, self.seed, number) if shuffled else None
+    def _begin(self) -> None:
+        if not self._training:  # JAX and torch draw a batch to build the model before they draw the first one
+            self._training = True
+            self.source.begin_pass()
+
+    def _end(self) -> None:
+        if self._training:
+            self._training = False
+            self.source.end_pass()
+
+    def _pass(self, trains: bool) -> Iterator[Any]:
+        number, source = self._passes + 1, self.source.reader()
+        order = self.order(self.seed, number) if trains else None
+        if trains:
+            self._begin()
         for start in range(0, self.samples, self._sizes):
-            if shuffled and start + self._sizes >= self.samples:
+            batch = _at(source, order, start, min(self._sizes, self.samples - start))
+            if trains and start + self._sizes >= self.samples:
                 self._passes = number  # before the last batch: Keras does not ask what comes after it
-            yield self.rows(order, start, min(self._sizes, self.samples - start))
+                self._end()
+            yield batch
 
     @property
     def specimen(self) -> Any:
         """A batch of no rows: structure, shapes and dtypes."""
-        return self.rows(None, 0, 0)
+        return self.source.specimen
 
     # -- what Keras asks a data adapter --
 
@@ -126,11 +142,11 @@ class ElasticDataset(DataAdapter):
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """The batches of one pass."""
-        return self._pass(self.shuffle and _trains())
+        return self._pass(_trains())
 
     def _pipeline(self) -> Any:
-        shuffled = self.shuffle and _trains()
-        return pipeline(lambda: self._pass(shuffled), self.specimen, ahead=True)
+        trains = _trains()
+        return pipeline(lambda: self._pass(trains), self.specimen, ahead=True)
 
     def get_tf_dataset(self) -> Any:
         """The batches of one pass, for TensorFlow."""
@@ -143,6 +159,11 @@ class ElasticDataset(DataAdapter):
     def get_torch_dataloader(self) -> Any:
         """The batches of one pass, for torch."""
         return self._pipeline()
+
+
+def _at(source: Source, order: np.ndarray | None, start: int, samples: int) -> Any:
+    positions = slice(start, start + samples)
+    return source.rows(positions if order is None else order[positions])
 
 
 class Feed:
@@ -168,6 +189,7 @@ class Feed:
             words = np.random.SeedSequence([dataset.seed, dataset._passes]).generate_state(1, np.uint64)
             self.seed = int(words[0]) >> 1
         self.piece = 0
+        self._source: Source | None = None
         self._order: np.ndarray | None = None
         self._lease: Lease | None = None  # as it was lent, while no batch was made of it
         self._parts: list[tuple[Lease, int]] = []  # what is left of it, with the most samples of a batch, or 0
@@ -175,9 +197,17 @@ class Feed:
 
     def start(self, seed: int, number: int, lease: Lease) -> None:
         """Begins pass `number` with a first lease; what was left of the last pass is forgotten."""
-        self._order = permutation(self.samples, seed, number) if self.dataset.shuffle else None
+        self.close()
+        self.dataset._begin()
+        self._source, self._order = self.dataset.source.reader(), self.dataset.order(seed, number)
         self._take(lease)
         self.dataset._passes += 1
+
+    def close(self) -> None:
+        """Ends the pass, if there is one: the `fit` is over."""
+        if self._source is not None:
+            self._source = None
+            self.dataset._end()
 
     def grant(self, lease: Lease) -> None:
         """Takes the samples of the next batch or batches."""
@@ -199,6 +229,11 @@ class Feed:
         """Whether batches of a lease that was begun are still to come."""
         return self._lease is None and bool(self._parts)
 
+    @property
+    def handed(self) -> int:
+        """Samples of the batch that was handed out last, 0 when it cannot be handed out again."""
+        return self._last.samples if self._last else 0
+
     def again(self, most: int) -> None:
         """Hands out the samples of the last batch once more, before the rest: its step failed for lack of memory.
 
@@ -207,14 +242,14 @@ class Feed:
         """
         if self._last is None:
             raise HpsError("no batch of the present lease was handed out, so none can be handed out again")
-        self._parts.insert(0, (self._last, _whole("most", most, 1)))
+        self._parts.insert(0, (self._last, whole("most", most, 1)))
         self._last = None
 
     def __iter__(self) -> Feed:
         return self
 
     def __next__(self) -> Any:
-        if not self._parts:
+        if not self._parts or self._source is None:
             raise HpsError(
                 "Keras asks for a batch, but the server has lent no samples to this worker: did a callback set "
                 "model.stop_training back to False at the end of an epoch?"
@@ -226,7 +261,7 @@ class Feed:
         if now < samples:
             self._parts.insert(0, (Lease(start + now, samples - now), most))
         self._lease, self._last = None, Lease(start, now)
-        return self.dataset.rows(self._order, start, now)
+        return _at(self._source, self._order, start, now)
 
 
 # -- the running fit --
@@ -274,64 +309,3 @@ def _trains() -> bool:
         return False  # it has the one to train on; this is for validation
     check_arguments(variables)
     return True
-
-
-# -- arguments --
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < 1 << 63:
-        raise ConfigurationError(f"{name}={value!r}: give a whole number from {least} on")
-    return int(value)
-
-
-def _leaves(name: str, value: Any) -> dict[str, np.ndarray]:
-    """The arrays in an argument, each by the expression that leads to it."""
-    found = {}
-    for path, leaf in keras.tree.flatten_with_path(value):
-        where = name + "".join(f"[{step!r}]" for step in path)
-        if not hasattr(leaf, "__array__"):
-            raise ConfigurationError(
-                f"{where} is a {type(leaf).__name__}, not an array: give numpy arrays, or dicts and tuples of them"
-            )
-        array = leaf if isinstance(leaf, np.ndarray) else np.asarray(_on_host(leaf))
-        if array.ndim == 0 or array.dtype.kind == "O":
-            what = f"dtype {array.dtype}" if array.ndim else "no dimension"
-            raise ConfigurationError(f"{where} has {what}: give an array of numbers with one row for each sample")
-        found[where] = array
-    return found
-
-
-def _on_host(tensor: Any) -> Any:
-    return tensor.detach().cpu() if hasattr(tensor, "detach") else tensor
-
-
-def _common_length(leaves: Mapping[str, np.ndarray]) -> int:
-    lengths = {path: len(leaf) for path, leaf in leaves.items()}
-    if not lengths:
-        raise ConfigurationError("x has no array in it")
-    if len(set(lengths.values())) > 1:
-        raise ConfigurationError(
-            "the arrays of an ElasticDataset need the same number of rows, one for each sample; there are "
-            + ", ".join(f"{length} in {path}" for path, length in lengths.items())
-        )
-    samples = next(iter(lengths.values()))
-    if samples == 0:
-        raise ConfigurationError(f"{next(iter(lengths))} has no rows: an ElasticDataset needs a sample at least")
-    return samples
-
-
-def _is_mapped(array: np.ndarray) -> bool:
-    base: Any = array
-    while base is not None:
-        if isinstance(base, np.memmap):
-            return True
-        base = getattr(base, "base", None)
-    return False
-
-
-def _take(array: np.ndarray, which: Any) -> np.ndarray:
-    """Rows of an array, in memory of their own, floats in Keras's own width."""
-    taken = np.asarray(array[which])
-    floating = taken.dtype.kind == "f" and taken.dtype != keras.config.floatx()
-    return taken.astype(keras.config.floatx() if floating else taken.dtype, copy=floating or isinstance(which, slice))

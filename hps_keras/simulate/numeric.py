@@ -28,7 +28,8 @@ from hps_keras.decisions import Push, Update
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout, aligned_zeros
 from hps_keras.optimizer import describe_plain, inside, wrapped_in
-from hps_keras.scheduling import Lease, permutation
+from hps_keras.scheduling import Lease
+from hps_keras.shares import Resizing
 from hps_keras.simulate.engine import simulate
 from hps_keras.simulate.report import Report
 from hps_keras.simulate.scenario import Failure, Scenario, Server, Slowdown, Worker
@@ -51,6 +52,7 @@ def train(
     server: Server | None = None,
     slowdowns: Sequence[Slowdown] = (),
     failures: Sequence[Failure] = (),
+    resizing: Resizing | None = None,
 ) -> Report:
     """Trains a Keras model on virtual workers: real gradients, real staleness, virtual seconds.
 
@@ -69,6 +71,7 @@ def train(
         server: The parameter servers; without one, transfers and updates take no time.
         slowdowns: Workers that are slower for a time.
         failures: Workers that are lost.
+        resizing: How batch sizes follow speed and memory, as `BatchResizer(...).options`; None: they stay.
 
     Returns:
         The report; ``report.history`` has the loss of each epoch and the evaluations, each with its virtual second.
@@ -104,6 +107,7 @@ def train(
         epochs=epochs,
         slowdowns=tuple(slowdowns),
         failures=tuple(failures),
+        resizing=resizing,
         seed=seed,
     )
     report = simulate(scenario, numeric)
@@ -183,9 +187,8 @@ class Numeric:
         self._present: _Version | None = None
         self._held: dict[int, _Version] = {}
         self._loss, self._trained = 0.0, 0
-        self._asynchronous = consistency if isinstance(consistency, Asynchronous) else None
-        if self._asynchronous:
-            self._server.compensation = self._asynchronous.compensation
+        self._asynchronous: Asynchronous | None = None
+        self.switch(consistency)
         for worker in range(workers):
             self.answer(worker)
         self._correct_momentum()
@@ -196,9 +199,19 @@ class Numeric:
         """The learning rate of a worker's next push: a schedule goes by the worker's own steps."""
         return self._rates(self._first_step + self._steps[worker])
 
+    def switch(self, model: Consistency) -> None:
+        """Follows another consistency model from now on."""
+        self._asynchronous = model if isinstance(model, Asynchronous) else None
+        if self._asynchronous:
+            self._server.compensation = self._asynchronous.compensation
+            self._correct_momentum()
+        else:
+            self._server.compensation = 0.0
+            self._server.correct_momentum(1, "as_given")
+
     def begin_pass(self, number: int) -> None:
         """Shuffles the samples anew: as the elastic data set does in pass `number`, counted from 1."""
-        self._order = permutation(self.samples, self._data.seed, number) if self._data.shuffle else None
+        self._order = self._data.order(self._data.seed, number)
         self._positions.clear()
 
     def take(self, push: Push, factor: float, first: bool, lease: Lease | None) -> None:
