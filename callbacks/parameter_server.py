@@ -12,7 +12,9 @@ import numpy as np
 
 from hps_keras import backends, cluster, data, server, worker
 from hps_keras.backends.pipeline import supply
+from hps_keras.callbacks.batch_resizer import BatchResizer
 from hps_keras.errors import ConfigurationError, HpsError
+from hps_keras.inventory import check_model
 from hps_keras.link import link
 from hps_keras.telemetry import Summary
 
@@ -80,6 +82,7 @@ class ParameterServer(keras.callbacks.Callback):
             return
         fit = data.running_fit()
         elastic = fit.get("x") if isinstance(fit.get("x"), data.ElasticDataset) else None
+        resizer = _resizer(fit, elastic)
         if elastic is not None:
             _check_elastic(fit)
         if here.is_server:
@@ -89,12 +92,16 @@ class ParameterServer(keras.callbacks.Callback):
             raise HpsError(
                 "an earlier fit on this worker did not end (an exception was caught?); the exchange cannot go on"
             )
-        worker.check_model(self.model)
+        check_model(self.model)
         here.busy = "fit"
         exchange = self._exchange = worker.Exchange(link(here), self.model, here.rank)
         self._paused = False
-        if elastic is not None:
+        if elastic is None:
+            exchange.looks = data.fingerprint_of(fit.get("x"))
+        else:
             self._draw_leases(elastic, fit)
+            exchange.resizing = resizer.options if resizer else None
+            exchange.headroom = resizer.headroom(self.model, cluster.local_size()) if resizer else None
         original = _unguarded(self.model.train_function)
         step = backends.step(self.model)
         model = self.model  # reading it in a step makes Keras take over the step before's state, which JAX has reused
@@ -196,6 +203,19 @@ def _check_elastic(fit: Mapping[str, Any]) -> None:
             "no worker has a number of steps of its own; leave steps_per_epoch out of model.fit (and "
             "keras.config.set_max_steps_per_epoch)"
         )
+
+
+def _resizer(fit: Mapping[str, Any], elastic: data.ElasticDataset | None) -> BatchResizer | None:
+    """The BatchResizer among the callbacks of the running `fit`, if there is one."""
+    found = [c for c in fit["callbacks"].callbacks if isinstance(c, BatchResizer)] if "callbacks" in fit else []
+    if len(found) > 1:
+        raise ConfigurationError("callbacks hold hps.callbacks.BatchResizer twice: list it once")
+    if found and elastic is None:
+        raise ConfigurationError(
+            "hps.callbacks.BatchResizer changes the batches of an hps.data.ElasticDataset, but x of model.fit is "
+            f"{type(fit.get('x')).__name__}: give it model.fit(hps.data.ElasticDataset(x, y, batch_size=...))"
+        )
+    return found[0] if found else None
 
 
 class _Last(keras.callbacks.Callback):

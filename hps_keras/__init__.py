@@ -21,11 +21,11 @@ from hps_keras.cluster import (
     size,
     world_rank,
 )
-from hps_keras.consistency import ASP, BSP, SSP, WASP
+from hps_keras.consistency import ASP, BSP, SSP, WASP, Auto
 from hps_keras.errors import ConfigurationError, ExchangeTimeout, HpsError, LaunchError, ProtocolError
 
 if TYPE_CHECKING:
-    from hps_keras import callbacks, data
+    from hps_keras import callbacks, data, resources
     from hps_keras.optimizer import DistributedOptimizer
 
 __version__ = "0.1.0.dev0"
@@ -35,6 +35,7 @@ __all__ = [
     "BSP",
     "SSP",
     "WASP",
+    "Auto",
     "ConfigurationError",
     "DistributedOptimizer",
     "ExchangeTimeout",
@@ -50,6 +51,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "resources",
     "shutdown",
     "size",
     "world_rank",
@@ -59,7 +61,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # They need Keras, which takes seconds to import and fixes its back end then; hpsrun and hps.init() need not wait
     # for it.
-    if name in ("callbacks", "data"):
+    if name in ("callbacks", "data", "resources"):
         return import_module(f"hps_keras.{name}")
     if name == "DistributedOptimizer":
         return import_module("hps_keras.optimizer").DistributedOptimizer

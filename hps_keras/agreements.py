@@ -7,7 +7,8 @@ and the moving statistics. :class:`hps_keras.server.Server` runs the loop and ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from hps_keras.cluster import Cluster
 from hps_keras.consensus import consensus
 from hps_keras.consistency import Asynchronous, Consistency
 from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Complete
+from hps_keras.decisions import Complete, Switch
 from hps_keras.errors import ConfigurationError, ProtocolError
 from hps_keras.layout import ParameterLayout, aligned_zeros, shapes_difference
+from hps_keras.shares import BatchSizes, Resizing
 from hps_keras.telemetry import Books
+from hps_keras.twins import Twins
 from hps_keras.wire import Header, Kind, Outbox
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ class Agreements:
     Attributes:
         groups: The optimizers of the present `fit`, in the workers' order.
         served: Whether a `fit` has begun since :meth:`begin_serving`.
+        twins: Notices workers that train on the same data.
     """
 
     def __init__(self, cluster: Cluster, outbox: Outbox, coordinator: Coordinator, books: Books) -> None:
@@ -48,6 +52,7 @@ class Agreements:
         self._wire, self._cluster, self._outbox = cluster.wire, cluster, outbox
         self._coordinator, self._books = coordinator, books
         self.groups: list[ServerOptimizer] = []
+        self.twins = Twins()
         self._known: dict[str, ServerOptimizer] = {}
         self._moving = aligned_zeros(0, np.uint8)
         self._final: list[np.ndarray] = []
@@ -98,6 +103,8 @@ class Agreements:
                     "workers the same"
                 )
         self._offer(values)
+        looks = {rank: value["looks"] for rank, value in values.items()}
+        self.twins.begin(looks, lent=values[chief]["data"] is not None)
         self.groups, self._final = [], []
         body = {"chief": chief, "initial_epoch": values[chief]["initial_epoch"], "returns": self._returns}
         self._reply(list(values), body | {"seed": self._seed, "leases": self._begin_pass()})
@@ -113,7 +120,7 @@ class Agreements:
                 raise ConfigurationError(
                     f"worker {rank} fits {said[0]}, worker {chief} {said[1]}: give all workers the same, whole data set"
                 )
-            for name, remedy in (("shuffle", "give all the same"), ("order", "install the same numpy on all")):
+            for name, remedy in _ALIKE:
                 if offer and offer[name] != offers[chief][name]:
                     raise ConfigurationError(
                         f"{name}={offer[name]} of the ElasticDataset of worker {rank}, {name}={offers[chief][name]} of "
@@ -122,7 +129,7 @@ class Agreements:
         if offers[chief]:
             self._seed = offers[chief]["seed"]
             sizes = {rank: offer["batch_size"] for rank, offer in offers.items()}
-            self._coordinator.offer(offers[chief]["samples"], sizes)
+            self._coordinator.offer(offers[chief]["samples"], sizes, _adapting(offers, sizes))
 
     def _begin_pass(self) -> dict[str, Any] | None:
         leases = self._coordinator.begin_pass()
@@ -176,11 +183,9 @@ class Agreements:
             self.groups.append(group)
         model = Consistency.from_json(descriptions[0]["consistency"])
         self._coordinator.define([g.version for g in self.groups], model)
+        self._books.follows(model)
         self._books.begin_updates([g.version for g in self.groups], sum(g.layout.nbytes for g in self.groups))
-        for group in self.groups:
-            group.compensation = model.compensation if isinstance(model, Asynchronous) else 0.0
-        self.workers_changed()
-        self.all_hold()
+        self._follow(self._coordinator.consistency)
         answer = {
             "versions": [g.version for g in self.groups],
             "tokens": [d["token"] for d in descriptions],
@@ -208,6 +213,20 @@ class Agreements:
                         f"{chief} for {str(Consistency.from_json(a['consistency']))!r}: give all the same "
                         "(consistency= or HPS_CONSISTENCY)"
                     )
+
+    def switched(self, switch: Switch) -> None:
+        """The consistency model is another one from now on."""
+        logger.info("%s", switch.text)
+        self._books.note("model", switch.text)
+        self._follow(switch.model)
+
+    def _follow(self, model: Consistency) -> None:
+        for group in self.groups:
+            group.compensation = model.compensation if isinstance(model, Asynchronous) else 0.0
+            if not isinstance(model, Asynchronous):
+                group.correct_momentum(1, "as_given")
+        self.workers_changed()
+        self.all_hold()
 
     def workers_changed(self) -> None:
         """Chooses the momentum anew: how much asynchrony adds depends on the number of workers."""
@@ -335,3 +354,23 @@ def _untrained(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
 
 def _is_float(array: np.ndarray) -> bool:
     return array.dtype.kind == "f" or "float" in array.dtype.name
+
+
+_ALIKE = (
+    ("shuffle", "give all the same"),
+    ("order", "install the same numpy on all"),
+    ("resizing", "list the same hps.callbacks.BatchResizer on all, or on none"),
+)
+"""What must be the same in all workers' ElasticDataset, and what to do if it is not."""
+
+
+def _adapting(offers: Mapping[int, Mapping[str, Any]], sizes: Mapping[int, int]) -> BatchSizes | None:
+    """What changes the sizes of the workers' batches, when they have asked for it."""
+    described = offers[min(offers)]["resizing"]
+    if described is None:
+        return None
+    resizing = Resizing.from_json(described)
+    if any(offer["compiles"] for offer in offers.values()):  # for each new size: few of them, then
+        resizing = replace(resizing, unit=max(resizing.unit, round(sum(sizes.values()) / len(sizes) / 8)))
+    limits, memory = ({rank: offer[name] for rank, offer in offers.items()} for name in ("limit", "memory"))
+    return BatchSizes(resizing, sizes, limits, memory)

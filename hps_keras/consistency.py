@@ -6,6 +6,7 @@ BSP        Bulk synchronous: one round is one push of every present worker; the 
 ASP        Asynchronous: every push is applied and answered at once. Fast workers never wait; gradients may be stale.
 SSP        Stale synchronous: as ASP, but a worker that is too far ahead of the slowest waits for it.
 WASP       As ASP, gradients weighted by staleness, and every k steps all meet and take the same parameters.
+auto       BSP with batches by speed, or WASP: which of them these machines do more samples with; measured in the run.
 =========  ==========================================================================================================
 
 A model only holds its numbers; what they mean is decided in :mod:`hps_keras.coordinator`.
@@ -37,7 +38,7 @@ class Consistency:
     def to_json(self) -> dict[str, Any]:
         """Describes the model for another rank."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {name: v.to_json() if isinstance(v, Weight) else v for name, v in values.items()}
+        plain = {n: v.to_json() if isinstance(v, (Weight, Consistency)) else v for n, v in values.items()}
         return {"name": type(self).__name__.lower(), **plain}
 
     @staticmethod
@@ -47,6 +48,8 @@ class Consistency:
         model = _MODELS[values.pop("name")]
         if "weight" in values:
             values["weight"] = Weight.from_json(values["weight"])
+        if "wasp" in values:
+            values["wasp"] = Consistency.from_json(values["wasp"])
         return model(**values)
 
 
@@ -169,7 +172,33 @@ class WASP(Asynchronous):
         return f"wasp:{'none' if self.sync_every is None else self.sync_every}"
 
 
-_MODELS: Mapping[str, type[Consistency]] = {"bsp": BSP, "asp": ASP, "ssp": SSP, "wasp": WASP}
+@dataclass(frozen=True)
+class Auto(Consistency):
+    """Chooses BSP or WASP by what it measures: begins with BSP, and takes WASP where that promises more samples/s.
+
+    With :class:`hps_keras.data.ElasticDataset`, BSP has batches by speed. It looks again at each epoch's end and forced
+    sync, and changes only there; see :mod:`hps_keras.choosing`.
+
+    Attributes:
+        wasp: What it takes where it takes WASP.
+
+    Example:
+        >>> str(Auto()), str(parse("auto:20"))
+        ('auto', 'auto:20')
+    """
+
+    synchronous: ClassVar[bool] = True  # it begins so
+    wasp: WASP = field(default_factory=WASP)
+
+    def __post_init__(self) -> None:
+        if type(self.wasp) is not WASP:
+            raise ConfigurationError(f"wasp={self.wasp!r} of Auto: give hps.WASP(...)")
+
+    def __str__(self) -> str:
+        return "auto" if self.wasp == WASP() else "auto" + str(self.wasp)[len("wasp") :]
+
+
+_MODELS: Mapping[str, type[Consistency]] = {"bsp": BSP, "asp": ASP, "ssp": SSP, "wasp": WASP, "auto": Auto}
 _FIRST = {"ssp": "bound", "wasp": "sync_every"}
 
 
@@ -215,9 +244,10 @@ def parse(text: str, source: str = "consistency") -> Consistency:
     """
     head, *options = text.strip().lower().split(",")
     name, colon, number = head.strip().partition(":")
-    model = _MODELS.get(name)
-    if model is None:
+    if name not in _MODELS:
         raise ConfigurationError(f"{source}={text!r}: use one of {', '.join(sorted(_MODELS))}, e.g. wasp:50")
+    automatic, name = name == "auto", "wasp" if name == "auto" else name
+    model = _MODELS[name]
     values: dict[str, Any] = {}
     if colon:
         if name not in _FIRST:
@@ -233,7 +263,8 @@ def parse(text: str, source: str = "consistency") -> Consistency:
             )
         values[key] = _number(value, text, source) if key == "compensation" else value
     try:
-        return model(**values)
+        parsed = model(**values)
+        return Auto(parsed) if automatic and isinstance(parsed, WASP) else parsed
     except ConfigurationError as error:
         raise ConfigurationError(f"{source}={text!r}: {error}") from None
 
@@ -257,7 +288,7 @@ def resolve(given: Consistency | str | None, environ: Mapping[str, str] = os.env
         return parse(given)
     if given is not None:
         raise ConfigurationError(
-            f"consistency={given!r}: use hps.BSP(), hps.ASP(), hps.SSP(3), hps.WASP(50), or their names"
+            f"consistency={given!r}: use hps.BSP(), hps.ASP(), hps.SSP(3), hps.WASP(50), hps.Auto(), or their names"
         )
     text = environ.get("HPS_CONSISTENCY")
     return parse(text, "HPS_CONSISTENCY") if text else BSP()

@@ -28,9 +28,11 @@ from typing import Any
 
 from hps_keras.accounts import WorkerStatistics
 from hps_keras.consistency import Consistency
-from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Update, Wait
-from hps_keras.pacing import Attendance, Flow, Group, Pacing, Rounds, pacing
-from hps_keras.scheduling import Lease, Leases
+from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Switch, Update, Wait
+from hps_keras.pacing import Attendance, Flow, Group, Pacing, Released, Rounds, pacing
+from hps_keras.planning import Plan
+from hps_keras.scheduling import Lease
+from hps_keras.shares import BatchSizes
 
 _LOG_EVERY = 60.0  # also how long a wait must have lasted to be worth a line
 _LONG_WAIT, _LARGE_PART = 1.0, 0.1  # of an epoch, spent at its end: worth a hint
@@ -88,7 +90,7 @@ class Coordinator:
         self._asking: set[int] = set()
         self._attendance = Attendance()
         self._pacing: Pacing = Rounds([], self._attendance)
-        self._leases: Leases | None = None
+        self._plan = Plan()
         self._chief = 0
         self._gathers: dict[tuple[str, int], dict[int, Any]] = {}
         self._stop = False
@@ -126,7 +128,7 @@ class Coordinator:
     @property
     def passes(self) -> int:
         """Number of the present pass over lent samples, from 1; 0 when none are lent."""
-        return self._leases.number if self._leases else 0
+        return self._plan.leases.number if self._plan.leases else 0
 
     @property
     def sync_every(self) -> int | None:
@@ -137,24 +139,25 @@ class Coordinator:
 
     def define(self, versions: Iterable[int], consistency: Consistency) -> None:
         """Sets up the groups of this `fit`, one per optimizer, at the versions given, and the consistency model."""
-        self.consistency = consistency
-        self._pacing = pacing(consistency, [Group(v) for v in versions], self._attendance)
+        self.consistency = self._plan.follow(consistency)
+        self._pacing = pacing(self.consistency, [Group(v, self._plan.mean) for v in versions], self._attendance)
 
-    def offer(self, samples: int, batch_sizes: Mapping[int, int]) -> None:
+    def offer(self, samples: int, batch_sizes: Mapping[int, int], adapting: BatchSizes | None = None) -> None:
         """From now on, until the next `fit`, the samples of an epoch are lent to the workers.
 
         Args:
             samples: Samples in an epoch.
             batch_sizes: Samples of one lease, per worker.
+            adapting: Changes these sizes during the run; None to keep them.
 
         Raises:
             ConfigurationError: Too few samples.
         """
-        self._leases = Leases(samples, batch_sizes)
+        self._plan.offer(samples, batch_sizes, adapting)
 
     def begin_pass(self) -> dict[int, Lease]:
         """Begins an epoch of lent samples; returns the first lease of each worker, nothing when none are lent."""
-        return self._leases.begin(self.in_fit) if self._leases else {}
+        return self._plan.begin_pass(self.in_fit)
 
     def push(self, push: Push, now: float) -> list[Decision]:
         """A worker's gradient was announced."""
@@ -174,12 +177,16 @@ class Coordinator:
         if not push.group:  # the optimizers of one step share its batch
             worker.steps += 1
             worker.statistics.stepped(push.samples, push.seconds, first=worker.steps == 1)
-            if worker.answered_at is not None:
-                worker.statistics.timed(now - worker.answered_at)
+            whole = None if worker.answered_at is None else now - worker.answered_at
+            if whole is not None:
+                worker.statistics.timed(whole)
+            self._plan.measure(push, whole if worker.steps > 1 else None)
         worker.answered_at = None
         group.saw(push)
-        if self._leases and push.wants_lease:  # the first push of a step: what it is lent now, the others do not hold
-            self._leases.pushed(push.worker)
+        if (
+            self._plan.leases and push.wants_lease
+        ):  # the first push of a step: what it is lent now, the others do not hold
+            self._plan.leases.pushed(push.worker)
         if push.sync_every and push.worker == self._chief and isinstance(self._pacing, Flow):
             self._pacing.sync_every = push.sync_every if push.sync_every > 0 else None
         return self._booked(self._pacing.push(push)) + self._settle(now)
@@ -190,12 +197,12 @@ class Coordinator:
         if me.state is not State.TRAINING or worker in self._asking:
             return self._refuse(worker, "asks for samples")
         me.owes_since, me.answered_at = now, None
-        return [Grant(worker, self._lend(worker), self._stop)]
+        return [Grant(worker, self._lend(worker, alone=True), self._stop)]
 
     def return_leases(self, worker: int) -> None:
         """A worker ends its epoch before it has trained on what was lent to it last."""
-        if self._leases:
-            self._leases.give_back(worker, everything=False)
+        if self._plan.leases:
+            self._plan.leases.give_back(worker, everything=False)
 
     def gather(self, worker: int, name: str, sequence: int, contribution: Any, now: float) -> list[Decision]:
         """A worker contributes to an agreement, and waits for its end.
@@ -229,8 +236,8 @@ class Coordinator:
         """A worker's `fit` has returned."""
         if self.state(worker) not in (State.TRAINING, State.PAUSED) or worker in self._asking:
             return self._refuse(worker, "leaves fit")
-        if self._leases:
-            self._leases.give_back(worker, everything=True)
+        if self._plan.leases:
+            self._plan.leases.give_back(worker, everything=True)
         self._stand_down(worker, State.OUTSIDE, now)
         return self._settle(now)
 
@@ -272,8 +279,36 @@ class Coordinator:
                     statistics.applied(decision.version - 1 - push.version, decision.weight)
         return decisions
 
-    def _lend(self, worker: int) -> Lease | None:
-        return None if self._leases is None or self._stop else self._leases.take(worker)
+    def _lend(self, worker: int, alone: bool) -> Lease | None:
+        return None if self._stop else self._plan.lend(worker, alone)
+
+    def _release(self, released: Released, now: float) -> list[Decision]:
+        """Answers pushes; those of a round of BSP together."""
+        rounds, taking = self.consistency.synchronous, [push.worker for push in released.pushes if push.wants_lease]
+        if rounds and taking and not self._stop:
+            self._plan.begin_round(taking)
+        answers: list[Decision] = [self._answer(push, released.sync, now) for push in released.pushes]
+        news = self._plan.news() if answers else None
+        if news:
+            answers.append(Log(news))
+        # With several optimizers, workers that are answered together may stand at different ones in their step.
+        together = len(released.pushes) == len(self._attendance.training) and len(self._groups) == 1
+        if together and (released.sync or (rounds and self._plan.undecided)):
+            answers += self._reconsider()
+        return answers
+
+    def _reconsider(self) -> list[Decision]:
+        """With "auto": chooses the model anew. All workers hold the present parameters, and wait for nothing."""
+        first = self._plan.undecided
+        chosen = self._plan.choose(self._attendance.training)
+        if chosen is None:
+            return []
+        model, why = chosen
+        if model == self.consistency:
+            return [Log(why)] if first else []
+        self.consistency = model
+        self._pacing = pacing(model, self._groups, self._attendance)
+        return [Switch(model, why)]
 
     def _answer(self, push: Push, sync: bool, now: float) -> Answer:
         worker = self._workers[push.worker]
@@ -286,7 +321,7 @@ class Coordinator:
             worker.statistics.waited(now - worker.asked_at, sync)
         worker.statistics.syncs += sync
         version = self._groups[push.group].version
-        lease = self._lend(push.worker) if push.wants_lease else None
+        lease = self._lend(push.worker, not self.consistency.synchronous) if push.wants_lease else None
         return Answer(push, version, sync or version != push.version, self._stop, sync, lease)
 
     # -- gathers --
@@ -308,7 +343,7 @@ class Coordinator:
         """Follows up on everything that the last event may have completed."""
         released = self._pacing.settle()
         decisions = self._booked(released.decisions)
-        decisions += [self._answer(push, released.sync, now) for push in released.pushes]
+        decisions += self._release(released, now)
         for key, contributions in sorted(self._gathers.items()):
             enough = self._could_be_complete(key[0], len(contributions))
             if enough and self._required(key[0], contributions) <= set(contributions):
@@ -322,7 +357,7 @@ class Coordinator:
         del self._gathers[key]
         said = self._epoch_over(contributions, now) if name == "pause" else []
         if name == "enter":
-            self._stop, self._chief, self._leases = False, min(contributions), None
+            self._stop, self._chief, self._plan = False, min(contributions), Plan()
             self._pacing = Rounds([], self._attendance)
         for rank in contributions:
             worker = self._workers[rank]
@@ -333,6 +368,7 @@ class Coordinator:
                 worker.training_since = now
         if name == "resume":
             self._pacing.begin_epoch()
+            said += self._reconsider()
         members = tuple(sorted(contributions))
         return [*said, Complete(name, key[1], members, dict(sorted(contributions.items())), self._stop)]
 
@@ -342,17 +378,18 @@ class Coordinator:
         for worker in workers.values():
             worker.statistics.epoch_seconds += now - worker.asked_at
         lines: list[Decision] = []
-        if self._leases and self._leases.left:
+        leases = self._plan.leases
+        if leases and leases.left:
             lines.append(
                 Log(
-                    f"pass {self._leases.number} ends with {self._leases.left} of {self._leases.samples} samples unused"
+                    f"pass {leases.number} ends with {leases.left} of {leases.samples} samples unused"
                     + (": a worker asked to stop" if self._stop else "")
                 )
             )
         first = min(workers, key=lambda rank: workers[rank].asked_at)
         last = max(workers, key=lambda rank: workers[rank].asked_at)
         waited, lasted = now - workers[first].asked_at, now - workers[first].training_since
-        fixed = not self._leases and not self.consistency.synchronous
+        fixed = not leases and not self.consistency.synchronous
         if fixed and waited > max(_LONG_WAIT, _LARGE_PART * lasted):
             lines.append(
                 Log(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hps_keras.consistency import Consistency
 from hps_keras.scheduling import Lease
 
 
@@ -25,6 +26,9 @@ class Push:
         present: Which tensors have a gradient, None for all.
         sync_every: What the worker's `ForcedSync` callback asks for; 0 for nothing, -1 for no forced syncs.
         wants_lease: Whether the worker needs samples for its next step; so asks the first push of a step alone.
+        limit: Most samples of a batch that the worker has memory for, 0 if unknown.
+        memory: Bytes that the worker can still use, 0 if unknown.
+        timed: Whether `seconds` is typical: not when the step compiled something.
     """
 
     worker: int
@@ -36,6 +40,9 @@ class Push:
     present: tuple[int, ...] | None = None
     sync_every: int = 0
     wants_lease: bool = False
+    limit: int = 0
+    memory: int = 0
+    timed: bool = True
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,14 @@ class Complete:
 
 
 @dataclass(frozen=True)
+class Switch:
+    """From now on the consistency model is `model`; `text` says why. All workers hold the present parameters."""
+
+    model: Consistency
+    text: str
+
+
+@dataclass(frozen=True)
 class Wait:
     """Tell `worker` that it is not forgotten: its request waits for the workers `awaited`."""
 
@@ -131,4 +146,4 @@ class Fail:
     silent: bool = False
 
 
-Decision = Take | Update | Answer | Grant | Complete | Wait | Log | Fail
+Decision = Take | Update | Answer | Grant | Complete | Switch | Wait | Log | Fail

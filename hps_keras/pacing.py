@@ -43,14 +43,16 @@ class Attendance:
 
 @dataclass
 class Group:
-    """One optimizer's count of updates, and the largest batches, whose mean is b_mean.
+    """One optimizer's count of updates, and b_mean, the batch size for which the learning rate is meant.
 
     Attributes:
         version: Updates so far.
+        mean: b_mean where it is known; None: the mean of the largest batch that each worker has pushed.
         since_sync: Pushes applied since the last forced sync.
     """
 
     version: int
+    mean: float | None = None
     since_sync: int = 0
     _largest: dict[int, int] = field(default_factory=dict)
     _sum: int = 0
@@ -64,8 +66,8 @@ class Group:
 
     @property
     def typical(self) -> float:
-        """Mean over the workers of the largest batch that each has pushed."""
-        return self._sum / len(self._largest)
+        """b_mean: what a batch holds on average."""
+        return self.mean or self._sum / len(self._largest)
 
 
 class Released(NamedTuple):

@@ -46,6 +46,7 @@ class Leases:
 
     Attributes:
         number: The present pass, counted from 1; 0 before the first.
+        mean: Mean of the batch sizes that were given: b_mean of the push weights.
 
     Raises:
         ConfigurationError: Too few samples for every worker to get one.
@@ -57,6 +58,7 @@ class Leases:
                 f"the ElasticDataset holds {samples} samples for {len(batch_sizes)} workers: each needs one at least"
             )
         self.samples, self.number = samples, 0
+        self.mean = sum(batch_sizes.values()) / len(batch_sizes)
         self._batch_sizes = dict(batch_sizes)
         self._next = samples
         self._returned: deque[Lease] = deque()
@@ -74,12 +76,20 @@ class Leases:
         self._returned.clear()
         for lent in self._open.values():  # a last step without a push leaves some of the last pass
             lent.clear()
-        fair = self.samples // len(workers)
-        return {worker: self._lend(worker, min(self._batch_sizes[worker], fair)) for worker in workers}
+        if sum(self._batch_sizes[worker] for worker in workers) > self.samples:
+            fair = self.samples // len(workers)
+            return {worker: self._lend(worker, min(self._batch_sizes[worker], fair)) for worker in workers}
+        return {worker: self._lend(worker, self._batch_sizes[worker]) for worker in workers}
+
+    def resize(self, batch_sizes: Mapping[int, int]) -> None:
+        """From now on leases of these workers are of other sizes, 0 for none."""
+        self._batch_sizes.update(batch_sizes)
 
     def take(self, worker: int) -> Lease | None:
         """Lends the next samples to a worker; None when the pass has no more."""
         wanted = self._batch_sizes[worker]
+        if not wanted:
+            return None
         if self._returned:
             lease = self._returned.popleft()
             if lease.samples > wanted:

@@ -18,7 +18,7 @@ from hps_keras.agreements import Agreements
 from hps_keras.cluster import Cluster
 from hps_keras.consistency import BSP
 from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Take, Update, Wait
+from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Switch, Take, Update, Wait
 from hps_keras.errors import ExchangeTimeout, ProtocolError
 from hps_keras.telemetry import Books
 from hps_keras.wire import Flag, Header, Kind, Outbox
@@ -155,6 +155,8 @@ class Server:
                 self._agreements.complete(decision)
             elif isinstance(decision, Wait):
                 self._outbox.post(self._cluster.workers[decision.worker], Header(Kind.WAIT), list(decision.awaited))
+            elif isinstance(decision, Switch):
+                self._agreements.switched(decision)
             elif isinstance(decision, Log):
                 logger.info("%s", decision.text)
             elif isinstance(decision, Fail):
@@ -164,15 +166,24 @@ class Server:
         push = decision.push
         group, source = self._agreements.groups[push.group], self._cluster.workers[push.worker]
         header = self._headers[push.worker, push.group]
+        twins = self._agreements.twins
+        watched = not push.group and twins.watches(push.worker)
         if decision.first:
             self._wire.receive(source, header, [group.gradient])
+            if watched:
+                twins.saw(push.worker, group.gradient)
+                twins.seen(push.worker)
             return
         factor = np.float32(decision.factor)
         for piece in self._wire.payload(source, header, group.scratch):
             arrived = group.scratch[piece]
+            if watched:
+                twins.saw(push.worker, arrived)
             if factor != 1:
                 arrived *= factor
             group.gradient[piece] += arrived
+        if watched:
+            twins.seen(push.worker)
 
     def _update(self, decision: Update) -> None:
         self._outbox.flush()  # answers under way still read the parameters
@@ -206,6 +217,9 @@ def _push(worker: int, header: Header, body: Any) -> Push:
         present=None if body is None else tuple(body),
         sync_every=header.sync_every,
         wants_lease=bool(header.flags & Flag.LEASE),
+        limit=header.limit,
+        memory=header.memory,
+        timed=not header.flags & Flag.UNTIMED,
     )
 
 

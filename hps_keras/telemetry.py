@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hps_keras.accounts import WorkerStatistics
+from hps_keras.consistency import BSP, Consistency
 
 if TYPE_CHECKING:
     from hps_keras.coordinator import Coordinator
@@ -171,7 +172,11 @@ def epoch_logs(rows: Sequence[Mapping[str, Any]], synchronous: bool) -> dict[str
     def mean(name: str) -> float:
         return float(sum(w[name] for w in rows) / workers)
 
-    logs = {"hps/waiting_seconds": mean("waiting_seconds"), "hps/epoch_wait_seconds": mean("epoch_wait_seconds")}
+    logs = {
+        "hps/waiting_seconds": mean("waiting_seconds"),
+        "hps/epoch_wait_seconds": mean("epoch_wait_seconds"),
+        "hps/batch_size": sum(w["samples"] for w in rows) / max(sum(w["steps"] for w in rows), 1),
+    }
     if synchronous:
         return logs
     applied = [sum(w["staleness"].values()) for w in rows]
@@ -203,6 +208,11 @@ class Books:
         self._first_versions: list[int] = []
         self._bytes, self._busy, self._pushes, self._epochs = 0, 0.0, 0, 0
         self._notes: dict[str, str] = {}
+        self._model = self._coordinator.consistency
+
+    def follows(self, model: Consistency) -> None:
+        """The consistency model that the user asked for."""
+        self._model = model
 
     def begin_updates(self, versions: Sequence[int], nbytes: int) -> None:
         """The optimizers of this `fit` are known: their versions, and the bytes of all their parameters."""
@@ -223,13 +233,13 @@ class Books:
         self._epochs += 1
         rows = [row(n, *both) for n, both in enumerate(zip(now, self._epoch))]
         self._epoch = now
-        return epoch_logs(rows, self._coordinator.consistency.synchronous)
+        return epoch_logs(rows, isinstance(self._model, BSP))
 
     def summary(self) -> dict[str, Any]:
         """What each worker did in this `fit`; see :class:`Summary`."""
         versions = [self._coordinator.version(g) for g in range(len(self._first_versions))]
         return {
-            "consistency": str(self._coordinator.consistency),
+            "consistency": str(self._model),
             "updates": [version - first for version, first in zip(versions, self._first_versions)],
             "workers": [row(n, *both) for n, both in enumerate(zip(self._totals(), self._before))],
             "server": {

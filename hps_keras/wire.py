@@ -28,7 +28,7 @@ from hps_keras.layout import aligned_zeros
 CHUNK_BYTES = 8 << 20
 _TAG_HEADER, _TAG_BODY, _TAG_PAYLOAD = 1, 2, 3
 _MAGIC = 0x31535048  # "HPS1"
-_STRUCT = struct.Struct("<I B B H q q q d d q q q q q q")
+_STRUCT = struct.Struct("<I B B H q q q d d q q q q q q q")
 
 
 class Kind(IntEnum):
@@ -48,12 +48,17 @@ class Kind(IntEnum):
 
 
 class Flag(IntEnum):
-    """Bits of a header's `flags`: of an answer, but for LEASE, with which a push asks for samples."""
+    """Bits of a header's `flags`.
+
+    Of an answer: FRESH, parameters come with it; STOP, end the training; SYNC, a forced sync ends. Of a push: LEASE, it
+    asks for samples; UNTIMED, its time is not typical, because something was compiled.
+    """
 
     FRESH = 1
     STOP = 2
     SYNC = 4
     LEASE = 8
+    UNTIMED = 16
 
 
 class Header(NamedTuple):
@@ -74,6 +79,7 @@ class Header(NamedTuple):
         batch_size: Answer: samples that the worker is lent for its next step, 0 for none.
         lease: Answer: position of the first of them in the present pass.
         sync_every: Push: steps per worker between forced syncs that the worker asks for; 0 for nothing, -1 for none.
+        limit: Push: most samples in a batch that the worker has memory for, 0 if unknown.
     """
 
     kind: int
@@ -90,6 +96,7 @@ class Header(NamedTuple):
     batch_size: int = 0
     lease: int = 0
     sync_every: int = 0
+    limit: int = 0
 
     def pack(self) -> bytes:
         """Returns the bytes that travel."""

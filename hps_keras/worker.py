@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,10 +19,14 @@ from keras import ops
 
 from hps_keras import backends, wire
 from hps_keras import optimizer as wrapping
+from hps_keras.consistency import Auto
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
+from hps_keras.inventory import moving_variables, ownership
 from hps_keras.link import Link
+from hps_keras.pieces import Pieces
 from hps_keras.scheduling import Lease, fingerprint
+from hps_keras.shares import Resizing
 from hps_keras.slots import state_to_send
 from hps_keras.stash import applied_since
 from hps_keras.wire import Flag, Header, Kind
@@ -40,6 +43,7 @@ class _Group:
         self.layout = ParameterLayout.of((v.path, v.shape, str(v.dtype)) for v in owned)
         self.out, self.into = self.layout.allocate(), self.layout.allocate()
         self.out_views, self.in_views = self.layout.views(self.out), self.layout.views(self.into)
+        self.pieces = Pieces(self.layout)
         self.version = 0
         self.samples = 0
         self.place = {variable: position for position, variable in enumerate(self.variables)}
@@ -63,6 +67,11 @@ class Exchange:
         self.samples = 0  # since the last synchronisation, the weight of this worker's statistics
         self.stop_asked = False
         self.feed: Any = None  # a data.Feed when the server lends the samples
+        self.looks: int | None = None  # what ordinary data looks like, see data.fingerprint_of
+        self.resizing: Resizing | None = None  # how the sizes of batches are to follow speed and memory
+        self.headroom: Any = None  # a headroom.Headroom when they follow memory
+        self._compiles = bool(getattr(model, "jit_compile", False)) or backends.name() == "jax"
+        self._compiled: set[int] = set()  # sizes of batches that the step was compiled for
         self.epoch_over = False  # it has no more of this pass for this worker
         self.metrics: dict[str, float] = {}  # of the last epoch's exchange, over all workers
         self.last_seconds = 0.0
@@ -87,8 +96,13 @@ class Exchange:
             "seed": self.feed.seed,
             "shuffle": self.feed.dataset.shuffle,
             "order": fingerprint(),
+            "resizing": self._resizing(),
+            "compiles": self._compiles and not self.model.run_eagerly,
+            "limit": self._limit,
+            "memory": self.headroom.memory if self.headroom else 0,
         }
-        body, _ = self.link.gather("enter", {"epochs": epochs, "initial_epoch": initial_epoch, "data": data})
+        value = {"epochs": epochs, "initial_epoch": initial_epoch, "data": data, "looks": self.looks}
+        body, _ = self.link.gather("enter", value)
         self.chief, self.server_returns, self._seed = body["chief"] == self.rank, body["returns"], body["seed"]
         self._begin_pass(body["leases"])
         # Only now: a callback may have loaded a checkpoint when training began.
@@ -106,6 +120,19 @@ class Exchange:
         if self.feed is not None and leases:
             first = {rank: Lease(start, samples) for rank, start, samples in leases["first"]}
             self.feed.start(self._seed, leases["number"], first[self.rank])
+            self.feed.piece = self._limit
+
+    def _resizing(self) -> dict[str, Any] | None:
+        """What the server is to do about the sizes of batches."""
+        models = [o.__dict__["_hps"].consistency for o in wrapping.wrapped_in(self.model)]
+        # What "auto" compares with WASP is BSP with shares.
+        asked = self.resizing or (Resizing() if any(isinstance(m, Auto) for m in models) else None)
+        return asked.to_json() if asked else None
+
+    @property
+    def _limit(self) -> int:
+        """Most samples in a batch that there is memory for, 0 for no bound that is known."""
+        return int(self.headroom.limit) if self.headroom else 0
 
     def start(self) -> None:
         """Gives this model the chief's weights, and declares its optimizer when that needs no first step."""
@@ -127,7 +154,7 @@ class Exchange:
         """Tells the server about the optimizers; `present` says which variables each trained in the first step."""
         optimizers = [o for o in wrapping.wrapped_in(self.model) if o.built]
         self._idle = [o for o in wrapping.wrapped_in(self.model) if not o.built]
-        owned = _ownership(optimizers, present)
+        owned = ownership(optimizers, present)
         self.groups = [_Group(i, o, owned[i], self._counts.get(id(o), 0)) for i, o in enumerate(optimizers)]
         places = {id(v): i for i, v in enumerate(self.model.weights)}
         bodies, payload, states = [], [], []
@@ -171,10 +198,17 @@ class Exchange:
             backends.build(self.model, arguments)
             self.start()
         began = time.perf_counter()
-        step.run(train_function, *arguments)
-        self.last_seconds = time.perf_counter() - began
+        self._timed = True
+        self._train(step, train_function, arguments)
         if not self.groups:
             self._declare({id(o): step.stash(o).present for o in wrapping.wrapped_in(self.model) if o.built})
+        self.samples += step.samples
+        while self.feed is not None and self.feed.more:  # a lease in pieces is one step, and one push
+            for group in self.groups:
+                self._add_up(group, step)
+            self._train(step, train_function, arguments, again=True)
+            self.samples += step.samples
+        self.last_seconds = time.perf_counter() - began
         for late in self._idle:
             if late.built:
                 raise ConfigurationError(
@@ -182,7 +216,6 @@ class Exchange:
                     "server knew nothing of it: build it before fit, e.g. "
                     "optimizer.build(generator.trainable_variables)"
                 )
-        self.samples += step.samples
         self._lent = self.feed is None  # or is to be asked for: the first push of a step asks for the next one's
         for group in self.groups:
             self._exchange(group, step)
@@ -191,27 +224,87 @@ class Exchange:
             self._take_lease(answer)
         return step.result()
 
+    def _train(self, step: backends.Step, train_function: Any, arguments: Sequence[Any], again: bool = False) -> None:
+        """Keras's step on one batch; where the memory does not hold that, on the first piece of it."""
+        headroom: Any = self.headroom if self.feed is not None else None
+        while True:
+            if headroom is not None:
+                headroom.begin()
+            try:
+                if again:
+                    step.again(train_function, arguments, self.feed)
+                else:
+                    step.run(train_function, *arguments)
+                break
+            except Exception as error:
+                rows = self.feed.handed if headroom is not None else 0
+                if not rows or not backends.is_out_of_memory(error):
+                    raise
+                most = headroom.ran_out(rows)
+                logger.warning(
+                    "worker %d: no memory for a batch of %d samples (%s); trying pieces of %d",
+                    self.rank, rows, type(error).__name__, most,
+                )  # fmt: skip
+                self.feed.again(most)
+                self._recover(step)
+            again, self._timed = True, False
+        if headroom is not None:
+            headroom.end(step.samples)
+        if self._compiles and step.samples not in self._compiled:
+            self._compiled.add(step.samples)
+            self._timed = False
+
+    def _recover(self, step: backends.Step) -> None:
+        """Forgets what a step that failed may have counted."""
+        step.recover()
+        if backends.name() != "jax":  # there it has changed nothing
+            self._counts = {id(o): _count(o) for o in wrapping.wrapped_in(self.model)}
+            for group in self.groups:
+                group.count = self._counts[id(group.optimizer)]
+
     def _take_lease(self, answer: Header) -> None:
         self._lent = True
         if answer.batch_size:
             self.feed.grant(Lease(answer.lease, answer.batch_size))
+            self.feed.piece = self._limit
         else:
             self.epoch_over = True
         if answer.flags & Flag.STOP:
             self.stop_asked = True
 
-    def _exchange(self, group: _Group, step: backends.Step) -> None:
+    def _applied(self, group: _Group, step: backends.Step) -> tuple[backends.Stash, int]:
+        """What an optimizer left behind in the last step, and whether it was applied in it."""
         stash = step.stash(group.optimizer)
         applied = applied_since(group.count, stash.applied)
         group.count = stash.applied
-        accumulates = bool(group.optimizer.gradient_accumulation_steps)
-        group.samples += step.samples
         if applied > 1:
             raise ConfigurationError(
                 f"optimizer {group.optimizer.name!r} was applied {applied} times in one training step; only the last "
                 "gradient could be exchanged. Apply it once a step (a critic that trains several times: one step for "
                 "each)"
             )
+        return stash, applied
+
+    def _add_up(self, group: _Group, step: backends.Step) -> None:
+        """Adds the gradient of a piece of a batch to those of the pieces before it."""
+        stash, applied = self._applied(group, step)
+        if group.optimizer.gradient_accumulation_steps:
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={group.optimizer.gradient_accumulation_steps} of optimizer "
+                f"{group.optimizer.name!r}, but worker {self.rank} has memory for {self._limit} samples only and "
+                "accumulates gradients by itself: leave it out, or give a smaller batch_size"
+            )
+        if not applied:
+            return
+        step.gradients(group.optimizer, group.variables, stash.present, group.out_views)
+        group.pieces.add(group.out, step.samples, stash.present)
+        # The pieces are one update: its schedule, if it has one, has not gone on yet.
+        step.rewind(group.optimizer)
+
+    def _exchange(self, group: _Group, step: backends.Step) -> None:
+        stash, applied = self._applied(group, step)
+        accumulates = bool(group.optimizer.gradient_accumulation_steps)
+        group.samples += step.samples
         samples = group.samples if applied else 0
         if applied or not accumulates:  # a step that applied nothing (an inf gradient) has no part in the next push
             group.samples = 0
@@ -221,20 +314,26 @@ class Exchange:
             return
         body = None
         payload: tuple[np.ndarray, ...] = ()
+        present = stash.present
         if samples:
-            step.gradients(group.optimizer, group.variables, stash.present, group.out_views)
+            step.gradients(group.optimizer, group.variables, present, group.out_views)
+        if group.pieces.samples:
+            samples, present = group.pieces.finish(group.out, samples, present)
+        if samples:
             payload = (group.out,)
-            if len(stash.present) < len(group.variables):
-                body = [group.place[v] for v in stash.present if v in group.place]
+            if len(present) < len(group.variables):
+                body = [group.place[v] for v in present if v in group.place]
         header = Header(
             Kind.PUSH,
-            flags=0 if self._lent else Flag.LEASE,
+            flags=(0 if self._lent else Flag.LEASE) | (0 if self._timed else Flag.UNTIMED),
             group=group.index,
             version=group.version,
             samples=samples,
             rate=stash.rate,
             seconds=self.last_seconds,
             sync_every=group.optimizer.__dict__["_hps"].sync_every,
+            limit=self._limit,
+            memory=self.headroom.memory if self.headroom else 0,
         )
         answer, versions, _ = self.link.request(header, body, payload, into=partial(self._memory, group))
         group.version = answer.version
@@ -265,7 +364,7 @@ class Exchange:
                 "batch"
             )
         owned = {id(g.optimizer._trainable_variables[i]) for g in self.groups for i in g.variables}
-        extras = _moving_variables(self.model, owned)
+        extras = moving_variables(self.model, owned)
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in extras])
         body = {"extras": described, "stop": stop, "unused": self.feed is not None and self.feed.unused}
         into = [g.into for g in self.groups] + [memory]
@@ -357,64 +456,3 @@ def _same(value: Any) -> Any:
 def _count(optimizer: Any) -> int:
     half = optimizer.__dict__["_hps"]
     return half.latest.applied if half.meta is None else int(ops.convert_to_numpy(half.meta)[0])
-
-
-def _ownership(optimizers: Sequence[Any], present: dict[int, tuple[int, ...]]) -> list[list[int]]:
-    """Which of its variables each optimizer owns.
-
-    Keras may build an optimizer on all variables of a model although it trains a part (a GAN on torch): a variable that
-    several optimizers know belongs to the one that had a gradient for it.
-    """
-    claims: Counter[int] = Counter(id(v) for o in optimizers for v in o._trainable_variables)
-    trained: dict[int, str] = {}
-    for o in optimizers:
-        for i in present.get(id(o), ()):
-            variable = o._trainable_variables[i]
-            if claims[id(variable)] > 1 and trained.setdefault(id(variable), o.name) != o.name:
-                raise ConfigurationError(
-                    f"variable {variable.path!r} is trained by two optimizers, {trained[id(variable)]!r} and "
-                    f"{o.name!r}: give each its own variables"
-                )
-    owned = []
-    for o in optimizers:
-        mine = set(present.get(id(o), ()))
-        owned.append([i for i, v in enumerate(o._trainable_variables) if claims[id(v)] == 1 or i in mine])
-    return owned
-
-
-def _moving_variables(model: Any, owned: set[int]) -> list[Any]:
-    """The weights that a step changes although no exchanged gradient does: BatchNorm's statistics and their like.
-
-    Weights of frozen layers do not change and stay where they are; trainable ones that no wrapped optimizer owns would
-    drift apart between the workers, so they are averaged too.
-    """
-    trainable = {id(v) for v in model.trainable_variables}
-    frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables} - trainable
-    return [v for v in model.weights if id(v) not in owned and id(v) not in frozen]
-
-
-def check_model(model: Any) -> None:
-    """Refuses what cannot be trained over a server, before anything is sent.
-
-    Raises:
-        ConfigurationError: Says what and how to repair it.
-    """
-    if not wrapping.wrapped_in(model):
-        raise ConfigurationError(
-            f"model {model.name!r} was compiled with {type(model.optimizer).__name__}, which exchanges nothing: "
-            "compile it with optimizer=hps.DistributedOptimizer(...), called after hps.init()"
-        )
-    if model.steps_per_execution != 1:
-        raise ConfigurationError(
-            f"steps_per_execution={model.steps_per_execution}: gradients are exchanged after every step, so several "
-            "steps cannot run as one; compile with steps_per_execution=1"
-        )
-    models = {o.__dict__["_hps"].consistency for o in wrapping.wrapped_in(model)}
-    if len(models) > 1:
-        raise ConfigurationError(
-            f"the optimizers of model {model.name!r} have different consistency models {sorted(map(str, models))}"
-        )
-    if keras.backend.backend() == "tensorflow" and model.distribute_strategy.num_replicas_in_sync > 1:
-        raise ConfigurationError(
-            "the model runs under tf.distribute with several replicas; start one rank for each device instead"
-        )

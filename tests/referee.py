@@ -308,7 +308,8 @@ class Referee:
             assert trains <= {w for w, g in self.open if g == update.group}
         else:
             (push,) = update.pushes
-            typical = sum(group.largest.values()) / len(group.largest)
+            sizes = self.lent_sizes if self.ledger else list(group.largest.values())
+            typical = sum(sizes) / len(sizes)
             weight = self._weight(update.version - 1 - push.version)
             assert update.scale == 1 and math.isclose(update.weight, weight, rel_tol=1e-12)
             assert math.isclose(update.rate, push.rate * weight * push.samples / typical, rel_tol=1e-12)
@@ -443,6 +444,7 @@ class Referee:
             offer = self.offers.pop(0) if self.offers else None
             if offer:
                 self.ledger = Ledger(offer, given)
+                self.lent_sizes = [offer[1][w] for w in given]
                 self.coordinator.offer(offer[0], {w: offer[1][w] for w in given})
         if done.name in ("enter", "resume") and not ends:
             self._begin_pass(given)

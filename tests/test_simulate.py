@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps_keras.consistency import ASP, BSP, SSP, WASP, parse
+from hps_keras.consistency import ASP, BSP, SSP, WASP, Auto, parse
 from hps_keras.errors import ConfigurationError, HpsError
+from hps_keras.shares import SHARES, Resizing
 from hps_keras.simulate import Failure, Link, Report, Scenario, Server, Slowdown, Worker, simulate
 from hps_keras.simulate import inputs as reading
 from hps_keras.simulate.cli import main, make_parser
@@ -340,21 +341,32 @@ def test_work_is_neither_lost_nor_won_at_changes_of_speed(slow, start, first, se
 def scenarios(draw):
     n = draw(st.integers(1, 6))
     link = Link(draw(st.sampled_from([math.inf, 1e6, 1e5])), draw(st.sampled_from([0.0, 0.01, 1.0])))
+    resizing = draw(st.none() | st.builds(Resizing, st.just("accumulate"), st.sampled_from(SHARES)))
     workers = tuple(
-        Worker(draw(st.floats(0.01, 2)), draw(st.integers(1, 20)), 0.0, draw(st.floats(0, 1)), link) for _ in range(n)
+        Worker(
+            draw(st.floats(0.01, 2)),
+            draw(st.integers(1, 20)),
+            0.0,
+            draw(st.floats(0, 1)),
+            link,
+            limit=draw(st.integers(0, 9)) if resizing else 0,
+        )
+        for _ in range(n)
     )
     lost = draw(st.lists(st.integers(0, n - 1), max_size=n - 1, unique=True))
     failures = tuple(Failure(w, draw(st.floats(0, 60)), draw(st.sampled_from([0.0, 5.0]))) for w in lost)
     model = draw(
         st.one_of(
-            st.sampled_from([BSP(), ASP()]), st.integers(0, 3).map(SSP), st.sampled_from([1, 2, 5, None]).map(WASP)
+            st.sampled_from([BSP(), ASP(), Auto(), Auto(WASP(2))]),
+            st.integers(0, 3).map(SSP),
+            st.sampled_from([1, 2, 5, None]).map(WASP),
         )
     )
     costs = draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1))
     server = Server(draw(st.integers(1, 3)), link.bandwidth, *costs, draw(st.booleans()))
     slow = tuple(Slowdown(draw(st.integers(0, n - 1)), 3.0, 9.0, f) for f in draw(st.lists(st.floats(0.01, 5))))
     samples, epochs, seed = draw(st.integers(n, 400)), draw(st.integers(1, 3)), draw(st.integers(0, 99))
-    return Scenario(workers, model, server, 1000, samples, epochs, slow, failures, seed)
+    return Scenario(workers, model, server, 1000, samples, epochs, slow, failures, seed, resizing)
 
 
 @pytest.mark.timeout(300)

@@ -134,7 +134,11 @@ def test_the_logs_of_an_epoch_weigh_each_gradient_alike():
     logs = epoch_logs(rows, synchronous=False)
     assert (logs["hps/staleness"], logs["hps/weight"], logs["hps/syncs"]) == (2.0, 0.4, 2.0)
     assert logs["hps/epoch_wait_seconds"] == 2.0
-    assert set(epoch_logs(rows, synchronous=True)) == {"hps/waiting_seconds", "hps/epoch_wait_seconds"}
+    assert set(epoch_logs(rows, synchronous=True)) == {
+        "hps/waiting_seconds",
+        "hps/epoch_wait_seconds",
+        "hps/batch_size",
+    }
 
 
 def test_columns_stand_under_their_heads():

@@ -133,6 +133,7 @@ headers = st.builds(
     batch_size=int64,
     lease=int64,
     sync_every=int64,
+    limit=int64,
 )
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -150,6 +150,23 @@ class Step(ABC):
     @abstractmethod
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
         """Runs Keras's own step; raises what it raises, ``StopIteration`` at the end of the data among it."""
+
+    @abstractmethod
+    def again(self, train_function: Callable[..., Any], arguments: Sequence[Any], batches: Iterator[Any]) -> None:
+        """Runs Keras's step on one more batch within the same call of its train function.
+
+        Args:
+            train_function: Keras's own step.
+            arguments: What it was called with.
+            batches: What Keras draws from.
+        """
+
+    def recover(self) -> None:  # noqa: B027 - not all count by themselves
+        """The last run has failed, and another one follows: forgets what it has counted."""
+
+    def rewind(self, optimizer: Any) -> None:
+        """Takes back one of the optimizer's `iterations`."""
+        optimizer._iterations.assign_sub(1)
 
     @abstractmethod
     def result(self) -> Any:

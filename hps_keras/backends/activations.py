@@ -39,20 +39,24 @@ def _tensors(model: Any) -> Iterator[Any]:
             yield from _inside(operation, node)
 
 
-def _inside(operation: Any, node: Any) -> Iterator[Any]:
-    """Yields what layers keep beside their outputs, where that is much more."""
+def _inside(layer: Any, node: Any) -> Iterator[Any]:
+    """Yields what layers keep beside their outputs, where that is much."""
     import keras
 
-    if isinstance(operation, keras.layers.MultiHeadAttention):
-        (batch, queries, *_), keys = node.outputs[0].shape, node.input_tensors[-1].shape[1]
-        scores = (batch, operation._num_heads, queries, keys)
-        yield from [keras.KerasTensor(scores, node.outputs[0].dtype)] * 2
-    elif isinstance(operation, keras.layers.RNN):
+    output, given = node.outputs[0], node.input_tensors
+    if isinstance(layer, keras.layers.MultiHeadAttention):
+        (batch, queries, *_), keys = output.shape, given[-1].shape[1]
+        heads, width = layer._num_heads, layer._key_dim
+        # Scores and their softmax, each with a transposed or masked copy; query, key, value and what they give.
+        yield from [keras.KerasTensor((batch, heads, queries, keys), output.dtype)] * 4
+        yield from [keras.KerasTensor((batch, queries, heads * width), output.dtype)] * 4
+    elif isinstance(layer, keras.layers.RNN):
         # Every time step keeps its gates and states.
-        batch, steps = node.input_tensors[0].shape[:2]
-        units = getattr(operation, "units", 0) or math.prod(d or 1 for d in node.outputs[0].shape[1:])
-        gates = {"LSTM": 8, "GRU": 6}.get(type(operation).__name__, 2)
-        yield keras.KerasTensor((batch, steps, gates * units), node.outputs[0].dtype)
+        batch, steps = given[0].shape[:2]
+        gates = {"LSTM": 8, "GRU": 6}.get(type(layer).__name__, 2)
+        yield keras.KerasTensor((batch, steps, gates * getattr(layer, "units", 0)), output.dtype)
+    elif getattr(getattr(layer, "activation", None), "__name__", "linear") not in ("linear", "relu", "tanh", "sigmoid"):
+        yield output  # the derivatives of these follow from their output; that of others needs the input too
 
 
 def _bytes(tensor: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +24,20 @@ class BackendStep(Step):
 
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
         state, iterator = arguments
+        self._state = list(state)  # which a run that fails leaves as it is
         counting = _Counting(iterator)
         self._logs, state = train_function(state, counting)
         self._state = list(state)
         self.samples = counting.samples
+
+    def again(self, train_function: Callable[..., Any], arguments: Sequence[Any], batches: Iterator[Any]) -> None:
+        self.run(train_function, tuple(self._state), arguments[1])
+
+    def rewind(self, optimizer: Any) -> None:
+        variables = list(self._state[2])
+        place = next(i for i, v in enumerate(self.model.optimizer.variables) if v is optimizer._iterations)
+        variables[place] = variables[place] - 1
+        self._state[2] = variables
 
     def result(self) -> Any:
         return self._logs, tuple(self._state)

@@ -24,11 +24,12 @@ def pipeline(batches: Callable[[], Iterator[Any]], specimen: Any, ahead: bool) -
     if name == "tensorflow":
         return _dataset(batches, specimen, ahead)
     if name == "torch":
-        return map(_tensors, batches())
+        return map(tensors, batches())
     return batches()
 
 
-def _tensors(batch: Any) -> Any:
+def tensors(batch: Any) -> Any:
+    """Makes a batch of arrays one of tensors, as torch's train function takes it."""
     import keras
 
     return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)

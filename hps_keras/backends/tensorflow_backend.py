@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -31,6 +31,12 @@ class BackendStep(Step):
         self._result = train_function(*arguments)
         count = int(self.model.__dict__["_hps_counter"].numpy())
         self.samples, self._seen = count - self._seen, count
+
+    def again(self, train_function: Callable[..., Any], arguments: Sequence[Any], batches: Iterator[Any]) -> None:
+        self.run(train_function, *arguments)
+
+    def recover(self) -> None:
+        self._seen = int(self.model.__dict__["_hps_counter"].numpy())
 
     def result(self) -> Any:
         return self._result

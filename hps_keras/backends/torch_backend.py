@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hps_keras.backends import DeviceMemory, GradientFunction, Stash, Step, Updater, pick, rows
+from hps_keras.backends.pipeline import tensors
 from hps_keras.layout import ParameterLayout
 
 
@@ -19,6 +20,9 @@ class BackendStep(Step):
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
         self.samples = rows(arguments[0])
         self._result = train_function(*arguments)
+
+    def again(self, train_function: Callable[..., Any], arguments: Sequence[Any], batches: Iterator[Any]) -> None:
+        self.run(train_function, tensors(next(batches)))
 
     def result(self) -> Any:
         return self._result

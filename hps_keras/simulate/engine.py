@@ -25,8 +25,9 @@ from typing import Protocol
 
 import numpy as np
 
+from hps_keras.consistency import Consistency
 from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Answer, Complete, Decision, Fail, Log, Push, Take, Update
+from hps_keras.decisions import Answer, Complete, Decision, Fail, Log, Push, Switch, Take, Update
 from hps_keras.errors import ConfigurationError, ProtocolError
 from hps_keras.scheduling import Lease
 from hps_keras.simulate.report import WAITS, Report
@@ -56,6 +57,9 @@ class Arithmetic(Protocol):
     def begin_pass(self, number: int) -> None:
         """A pass over the samples begins, counted from 1."""
 
+    def switch(self, model: Consistency) -> None:
+        """The consistency model is another one from now on."""
+
     def epoch_end(self, epoch: int, now: float) -> dict[str, float] | None:
         """All hold the same parameters; returns what they are worth, e.g. an accuracy."""
 
@@ -80,6 +84,9 @@ class NoArithmetic:
         """Does nothing."""
 
     def begin_pass(self, number: int) -> None:
+        """Does nothing."""
+
+    def switch(self, model: Consistency) -> None:
         """Does nothing."""
 
     def epoch_end(self, epoch: int, now: float) -> dict[str, float] | None:
@@ -271,7 +278,10 @@ class Simulation:
             machine.total_samples += machine.samples
             machine.steps_left -= 1
             rate = self._arithmetic.rate(rank)
-            push = Push(rank, 0, machine.version, machine.samples, rate, machine.seconds, wants_lease=self._leased)
+            limit = self._scenario.workers[rank].limit
+            push = Push(
+                rank, 0, machine.version, machine.samples, rate, machine.seconds, wants_lease=self._leased, limit=limit
+            )
             self._carry_out(coordinator.push(push, now))
         elif request == "lost":
             machine.gone = True
@@ -304,6 +314,9 @@ class Simulation:
                 self._answer(decision)
             elif isinstance(decision, Complete):
                 self._complete(decision)
+            elif isinstance(decision, Switch):
+                self._notes.append(decision.text)
+                self._arithmetic.switch(decision.model)
             elif isinstance(decision, Log):
                 self._notes.append(decision.text)
             elif isinstance(decision, Fail):
@@ -328,7 +341,7 @@ class Simulation:
         machine = self._machines[rank]
         machine.version, machine.lease = decision.version, decision.lease
         self._arithmetic.answer(rank)
-        kind = "syncs" if decision.sync else "rounds" if self._scenario.consistency.synchronous else "bounds"
+        kind = "syncs" if decision.sync else "rounds" if self._coordinator.consistency.synchronous else "bounds"
         self._work(rank, self._reply(rank, decision.fresh or decision.sync, kind))
 
     def _reply(self, rank: int, parameters: bool, waited_in: str) -> float:
@@ -355,7 +368,7 @@ class Simulation:
             if self._leased:
                 assert self._scenario.samples is not None
                 sizes = {rank: w.batch_size for rank, w in enumerate(self._scenario.workers)}
-                self._coordinator.offer(self._scenario.samples, sizes)
+                self._coordinator.offer(self._scenario.samples, sizes, self._scenario.adapting())
         elif done.name == "declare":
             self._coordinator.define([0], self._scenario.consistency)
             self._begin_epoch(done.members, [0.0] * len(done.members))
@@ -422,6 +435,7 @@ class Simulation:
         )
         return Report(
             consistency=str(scenario.consistency),
+            resize=scenario.resizing.mode if scenario.resizing else "no",
             servers=server.count,
             overlap=server.overlap,
             seconds=self._ended,

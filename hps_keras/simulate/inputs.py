@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from hps_keras.consistency import Consistency, parse
 from hps_keras.errors import ConfigurationError
+from hps_keras.shares import Resizing
 from hps_keras.simulate.scenario import BYTES_PER_PARAMETER, Failure, Link, Scenario, Server, Slowdown, Worker
 
 
@@ -111,6 +112,11 @@ def failure(text: str) -> Failure:
     return Failure(int(found[1]), seconds(found[2]), seconds(found[3]) if found[3] else 0.0)
 
 
+def resizing(text: str) -> Resizing | None:
+    """Reads ``no``, ``cap`` or ``accumulate``."""
+    return None if text.strip().lower() == "no" else Resizing(mode=text.strip().lower())
+
+
 class Setting(NamedTuple):
     """How a setting is read.
 
@@ -148,11 +154,23 @@ SETTINGS: Mapping[str, Setting] = {
     "overlap": Setting(yes_or_no, "one", "YES|NO", "whether servers receive while they update; no, as the real one"),
     "slow": Setting(slowdown, "list", "W:A-B:F", "worker W runs at F times its speed from second A to B; can repeat"),
     "fail": Setting(failure, "list", "W@S", "worker W is lost at second S (W@S+T: noticed T later); can repeat"),
+    "resize": Setting(resizing, "list", "MODE", "batch sizes by speed: no, cap, accumulate; repeat to compare"),
+    "limit": Setting(count, "each", "B[,B]", "most samples in a batch that a worker's memory holds; 0 for no bound"),
     "seed": Setting(count, "one", "N", "of the jitter, 0 unless given"),
 }
 
 
-_PER_WORKER = ("step_seconds", "speeds", "fixed_seconds", "jitter", "batch_size", "steps", "bandwidth", "latency")
+_PER_WORKER = (
+    "step_seconds",
+    "speeds",
+    "fixed_seconds",
+    "jitter",
+    "batch_size",
+    "steps",
+    "bandwidth",
+    "latency",
+    "limit",
+)
 
 
 class Given(NamedTuple):
@@ -257,7 +275,9 @@ def scenarios(settings: Mapping[str, Given]) -> list[Scenario]:
     try:
         return [
             _scenario(settings, read, *chosen)
-            for chosen in product(read.get("workers", [longest]), read.get("servers", [1]), models)
+            for chosen in product(
+                read.get("workers", [longest]), read.get("servers", [1]), models, read.get("resize", [None])
+            )
         ]
     except ConfigurationError as error:  # say it by the name under which it was given
         wrong = str(error).partition("=")[0]
@@ -265,7 +285,12 @@ def scenarios(settings: Mapping[str, Given]) -> list[Scenario]:
 
 
 def _scenario(
-    settings: Mapping[str, Given], read: Mapping[str, Any], workers: int, servers: int, model: Consistency
+    settings: Mapping[str, Given],
+    read: Mapping[str, Any],
+    workers: int,
+    servers: int,
+    model: Consistency,
+    resize: Resizing | None,
 ) -> Scenario:
     def each(name: str, default: Any) -> list[Any]:
         """The values of all workers."""
@@ -282,8 +307,8 @@ def _scenario(
         raise ConfigurationError(f"speeds={read['speeds']}: give numbers above 0, e.g. 1,1,0.5,0.25")
     links = [Link(*both) for both in zip(each("bandwidth", math.inf), each("latency", 0.0))]
     machines = [
-        Worker(step / speed, batch_size, fixed / speed, jitter, link, steps)
-        for speed, step, batch_size, fixed, jitter, link, steps in zip(
+        Worker(step / speed, batch_size, fixed / speed, jitter, link, steps, limit)
+        for speed, step, batch_size, fixed, jitter, link, steps, limit in zip(
             speeds,
             each("step_seconds", None),
             each("batch_size", 64),
@@ -291,6 +316,7 @@ def _scenario(
             each("jitter", 0.05),
             links,
             each("steps", None),
+            each("limit", 0),
         )
     ]
     parameters = read.get("parameters", 0)
@@ -311,6 +337,7 @@ def _scenario(
         epochs=read.get("epochs", 1),
         slowdowns=tuple(read.get("slow", ())),
         failures=tuple(read.get("fail", ())),
+        resizing=resize,
         seed=read.get("seed", 0),
     )
 

@@ -26,6 +26,7 @@ class Report:
 
     Attributes:
         consistency: The model, as :func:`hps_keras.consistency.parse` reads it.
+        resize: How batch sizes followed the speed: ``no``, ``cap`` or ``accumulate``.
         servers: Number of servers.
         overlap: Whether they receive while they update.
         seconds: The whole run.
@@ -45,6 +46,7 @@ class Report:
     """
 
     consistency: str
+    resize: str
     servers: int
     overlap: bool
     seconds: float
@@ -167,14 +169,14 @@ def _baseline(report: Report, reports: Sequence[Report]) -> Report | None:
     """The BSP run that a report is to be compared with: of the same workers and servers."""
     for other in reports:
         same = len(other.workers) == len(report.workers) and other.total_speed == report.total_speed
-        if other.consistency == "bsp" and same and other.servers == report.servers:
+        if other.consistency == "bsp" and other.resize == "no" and same and other.servers == report.servers:
             return other
     return None
 
 
 def label(report: Report, reports: Sequence[Report]) -> str:
     """Names a report among others: its model, and its workers and servers where they differ."""
-    text = report.consistency
+    text = report.consistency + {"no": "", "cap": " + shares"}.get(report.resize, f" + shares, {report.resize}")
     if len({len(r.workers) for r in reports}) > 1:
         text += f" {len(report.workers)}w"
     if len({r.servers for r in reports}) > 1:

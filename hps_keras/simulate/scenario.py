@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hps_keras.consistency import BSP, Consistency
+from hps_keras.consistency import BSP, Auto, Consistency
 from hps_keras.errors import ConfigurationError
+from hps_keras.shares import BatchSizes, Resizing
 
 BYTES_PER_PARAMETER = 4
 
@@ -48,6 +49,8 @@ class Worker:
         jitter: Standard deviation of a step's time, as a share of its mean.
         link: The way to the servers.
         steps: Steps per epoch when the worker has a shard of its own; None when samples are leased to it.
+        limit: Most samples in a batch that its memory holds; 0 for no bound. A larger step is made of several batches,
+            each with the fixed part of the time.
     """
 
     step_seconds: float
@@ -56,6 +59,7 @@ class Worker:
     jitter: float = 0.05
     link: Link = field(default_factory=Link)
     steps: int | None = None
+    limit: int = 0
 
     def __post_init__(self) -> None:
         good = 0 < self.step_seconds < math.inf
@@ -65,6 +69,7 @@ class Worker:
         _need(good, "fixed_seconds", self.fixed_seconds, f"give 0 to step_seconds ({self.step_seconds:g})")
         _need(0 <= self.jitter <= 1, "jitter", self.jitter, "give a share of the step's time from 0 to 1, e.g. 0.05")
         _need(self.steps is None or self.steps >= 1, "steps", self.steps, "give the steps of an epoch, 1 or more")
+        _need(self.limit >= 0, "limit", self.limit, "give the most samples of a batch, or 0 for no bound")
 
     @property
     def speed(self) -> float:
@@ -73,7 +78,8 @@ class Worker:
 
     def seconds(self, samples: int) -> float:
         """Mean time of a step of so many samples."""
-        return self.fixed_seconds + (self.step_seconds - self.fixed_seconds) * samples / self.batch_size
+        pieces = -(-samples // self.limit) if self.limit else 1
+        return pieces * self.fixed_seconds + (self.step_seconds - self.fixed_seconds) * samples / self.batch_size
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,7 @@ class Scenario:
         slowdowns: Workers that are slower for a time.
         failures: Workers that are lost.
         seed: Of the jitter. Each worker draws from a stream of its own, so that models are compared on equal terms.
+        resizing: How batch sizes follow speed and memory; None: they stay. "auto" has them follow the speed in any case.
 
     Raises:
         ConfigurationError: Names what cannot be, and the remedy.
@@ -164,6 +171,7 @@ class Scenario:
     slowdowns: tuple[Slowdown, ...] = ()
     failures: tuple[Failure, ...] = ()
     seed: int = 0
+    resizing: Resizing | None = None
 
     def __post_init__(self) -> None:
         _need(len(self.workers) >= 1, "workers", len(self.workers), "give 1 or more")
@@ -173,6 +181,7 @@ class Scenario:
         sharded = [w.steps is not None for w in self.workers]
         if self.samples is None:
             _need(all(sharded), "samples", None, "give the samples of a pass, or the steps per epoch of every worker")
+            _need(self.resizing is None, "resize", "given", "give samples, leased to all: shards keep their batches")
         else:
             _need(not any(sharded), "steps", "given", "give either samples, leased to all, or steps of each worker")
             least = len(self.workers)
@@ -183,6 +192,20 @@ class Scenario:
                 _need(good, name, event.worker, f"there are workers 0 to {len(self.workers) - 1}")
         lost = [f.worker for f in self.failures]
         _need(len(set(lost)) == len(lost), "fail", lost, "a worker is lost only once")
+
+    def adapting(self) -> BatchSizes | None:
+        """Returns what changes the sizes of batches in a run, None when they stay.
+
+        Raises:
+            ConfigurationError: The workers' limits cannot hold their batches together.
+        """
+        resizing = self.resizing or (Resizing() if isinstance(self.consistency, Auto) else None)
+        if resizing is None:
+            return None
+        workers = dict(enumerate(self.workers))
+        return BatchSizes(
+            resizing, {n: w.batch_size for n, w in workers.items()}, {n: w.limit for n, w in workers.items()}
+        )
 
     @property
     def model_bytes(self) -> int:

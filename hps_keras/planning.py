@@ -1,0 +1,173 @@
+"""What the workers do next, by what is measured of them: how many samples each is lent, and "auto"'s choice of model.
+
+:class:`Plan` is the coordinator's adviser in one `fit`. The sizes come from :mod:`hps_keras.shares`, the predictions
+behind a choice from :mod:`hps_keras.choosing`; when to look at them is the coordinator's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hps_keras.choosing import Machine, choose
+from hps_keras.consistency import BSP, Auto, Consistency
+from hps_keras.decisions import Push
+from hps_keras.scheduling import Lease, Leases
+from hps_keras.shares import BatchSizes
+from hps_keras.steptime import StepTime
+
+MEASURE = 20
+"""Steps of every worker, the first apart, before the first choice."""
+_KEEP = 0.9  # of the mean exchange time, at each step
+
+
+@dataclass
+class _Seen:
+    times: StepTime = field(default_factory=StepTime)
+    samples: int = 0
+    exchange: float = 0.0
+
+
+class Chooser:
+    """Chooses between BSP and WASP.
+
+    Args:
+        model: What the user asked for.
+    """
+
+    def __init__(self, model: Auto) -> None:
+        self._model = model
+        self._seen: dict[int, _Seen] = {}
+        self.present: Consistency = BSP()
+        self.chosen = False
+
+    def observe(self, worker: int, samples: int, compute: float, whole: float) -> None:
+        """Notes a worker's step.
+
+        Args:
+            worker: The worker.
+            samples: Samples of the step, 1 or more.
+            compute: Seconds in Keras's step, on the worker's clock.
+            whole: Seconds from the answer before it to its push, on the server's clock.
+        """
+        seen = self._seen.setdefault(worker, _Seen())
+        beside = max(0.0, whole - compute)
+        seen.exchange = beside if not seen.times.steps else _KEEP * seen.exchange + (1 - _KEEP) * beside
+        seen.samples = max(seen.samples, samples)
+        seen.times.observe(samples, compute)
+
+    def measured(self, workers: Sequence[int]) -> bool:
+        """Whether enough is known of all these workers to choose."""
+        return all(worker in self._seen and self._seen[worker].times.steps >= MEASURE for worker in workers)
+
+    def choose(self, rounds: Mapping[int, int] | None, alone: Mapping[int, int] | None, workers: Sequence[int]) -> str:
+        """Chooses, sets :attr:`present`, and returns why, in a line.
+
+        Args:
+            rounds: Samples of each worker in a round of BSP; None when batches have a fixed size.
+            alone: Samples of each worker's batch in WASP, likewise.
+            workers: Who trains.
+        """
+        machines = []
+        for worker in workers:
+            seen = self._seen[worker]
+            machines.append(Machine(seen.times.fixed, seen.times.per_sample, seen.times.jitter, seen.exchange))
+        fixed = {worker: self._seen[worker].samples for worker in workers}
+        sizes = [[(given or fixed)[worker] for worker in workers] for given in (rounds, alone)]
+        now = None if not self.chosen else "bsp" if self.present.synchronous else "wasp"
+        choice = choose(machines, sizes[0], sizes[1], self._model.wasp.sync_every, now)
+        self.chosen = True
+        self.present = BSP() if choice.name == "bsp" else self._model.wasp
+        return choice.text
+
+
+class Plan:
+    """What is lent to the workers of one `fit`, and which model they follow.
+
+    Attributes:
+        leases: The samples that the server lends; None with ordinary data.
+        adapting: Changes the sizes of batches; None when they stay as they are.
+        chooser: Chooses the model; None when the user did.
+    """
+
+    def __init__(self) -> None:
+        self.leases: Leases | None = None
+        self.adapting: BatchSizes | None = None
+        self.chooser: Chooser | None = None
+
+    def offer(self, samples: int, batch_sizes: Mapping[int, int], adapting: BatchSizes | None) -> None:
+        """From now on samples are lent; see :meth:`hps_keras.coordinator.Coordinator.offer`."""
+        self.leases, self.adapting = Leases(samples, batch_sizes), adapting
+
+    def follow(self, model: Consistency) -> Consistency:
+        """Takes what the user asked for; returns the model to begin with."""
+        self.chooser = Chooser(model) if isinstance(model, Auto) else None
+        return self.chooser.present if self.chooser else model
+
+    @property
+    def mean(self) -> float | None:
+        """b_mean of the push weights, None when no sizes are known."""
+        return self.leases.mean if self.leases else None
+
+    def measure(self, push: Push, whole: float | None) -> None:
+        """Learns from a step.
+
+        Args:
+            push: What it was announced with.
+            whole: Seconds since the answer before it; None when it is not typical, as a first step is not.
+        """
+        if self.adapting and push.limit:
+            self.adapting.limit(push.worker, push.limit, push.memory)
+        if whole is None or not push.samples or not push.timed:
+            return
+        if self.adapting:
+            self.adapting.observe(push.worker, push.samples, push.seconds)
+        if self.chooser:
+            self.chooser.observe(push.worker, push.samples, push.seconds, whole)
+
+    # -- samples --
+
+    def begin_pass(self, workers: Sequence[int]) -> dict[int, Lease]:
+        """Begins a pass; returns the first lease of each worker, nothing when none are lent."""
+        if not self.leases:
+            return {}
+        if self.adapting:
+            self.leases.resize(self.adapting.round(workers, self.leases.samples))
+        return self.leases.begin(workers)
+
+    def begin_round(self, workers: Sequence[int]) -> None:
+        """A round of BSP begins, in which each of these workers takes samples."""
+        if self.adapting and self.leases and self.leases.left:
+            self.leases.resize(self.adapting.round(workers, self.leases.left))
+
+    def lend(self, worker: int, alone: bool) -> Lease | None:
+        """Lends a worker its next samples; None when there are none.
+
+        Args:
+            worker: The worker.
+            alone: It does not take part in a round that has begun.
+        """
+        if not self.leases:
+            return None
+        if self.adapting and alone and self.leases.left:
+            self.leases.resize({worker: self.adapting.alone(worker, self.leases.left)})
+        return self.leases.take(worker)
+
+    def news(self) -> str | None:
+        """A line for the user when sizes have moved."""
+        return self.adapting.news() if self.adapting else None
+
+    # -- the model --
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a first choice is still to be made."""
+        return self.chooser is not None and not self.chooser.chosen
+
+    def choose(self, workers: Sequence[int]) -> tuple[Consistency, str] | None:
+        """Chooses the model for these workers anew, and says why in a line; None when it is not ours to choose."""
+        if not self.chooser or not workers or not self.chooser.measured(workers):
+            return None
+        rounds = self.adapting.ideal(workers) if self.adapting else None
+        why = self.chooser.choose(rounds, self.adapting.equal(workers) if self.adapting else None, workers)
+        return self.chooser.present, why

@@ -1,0 +1,63 @@
+"""Notices that all workers train on the same data: the usual mistake of a script that does not shard its data.
+
+Two signs: the data sets that they give to `fit` look the same (then each may shuffle it in its own order), or their
+first gradients are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+
+logger = logging.getLogger("hps_keras")
+
+
+class Twins:
+    """Compares the workers of one `fit`, on the server; says what it finds once."""
+
+    def __init__(self) -> None:
+        self._watched: set[int] = set()
+        self._sums: dict[int, int] = {}
+
+    def begin(self, fingerprints: Mapping[int, int | None], lent: bool) -> None:
+        """A `fit` begins.
+
+        Args:
+            fingerprints: What each worker's data looks like, None where that cannot be seen.
+            lent: Whether the server lends the samples, so that the same data on all is right.
+        """
+        self._watched, self._sums = set(), {}
+        if lent or len(fingerprints) < 2:
+            return
+        values = set(fingerprints.values())
+        if None in values:
+            self._watched = set(fingerprints)
+        elif len(values) == 1:
+            self._say("give the same data to fit")
+
+    def watches(self, worker: int) -> bool:
+        """Whether this worker's gradient, its first, is to be shown to :meth:`saw`."""
+        return worker in self._watched
+
+    def saw(self, worker: int, gradient: np.ndarray) -> None:
+        """Takes a piece of a worker's first gradient."""
+        self._sums[worker] = zlib.crc32(memoryview(gradient.view(np.uint8)), self._sums.get(worker, 0))
+
+    def seen(self, worker: int) -> None:
+        """That was all of it."""
+        self._watched.discard(worker)
+        sums = set(self._sums.values())
+        if len(sums) > 1:
+            self._watched.clear()
+        elif not self._watched:
+            self._say("computed the same first gradient")
+
+    def _say(self, what: str) -> None:
+        logger.warning(
+            "all workers %s: each trains on all of it, in place of its share. Split it with hps.data.shard(...), or "
+            "let the server lend the samples (hps.data.ElasticDataset)",
+            what,
+        )
