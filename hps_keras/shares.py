@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from hps_keras.division import Line, Proportional, solve
 from hps_keras.errors import ConfigurationError
 from hps_keras.growth import Growth
 from hps_keras.steptime import StepTime
@@ -21,81 +22,6 @@ _REFINE_UP_TO = 80  # steps of each worker up to which sizes may still move with
 _TOLD_FREELY = 5  # moves that are all reported
 _TOLD_CHANGE = 0.1  # change of a size since the last report that is reported later on
 _SHOWN = 8  # sizes in a line
-
-
-class Line(Protocol):
-    """A worker's time, t(b) = fixed + per_sample b."""
-
-    @property
-    def fixed(self) -> float:
-        """Seconds that the samples do not change."""
-
-    @property
-    def per_sample(self) -> float:
-        """Seconds that each sample adds."""
-
-
-class Proportional(NamedTuple):
-    """A time that is proportional to the samples."""
-
-    per_sample: float
-    fixed: float = 0.0
-
-
-def solve(times: Mapping[int, Line], total: int, least: Mapping[int, int], most: Mapping[int, int]) -> dict[int, int]:
-    """Divides samples so that the slowest finishes as early as it can.
-
-    Finds T with sum_i clip((T - fixed_i) / per_sample_i, least_i, most_i) = total by bisection, and rounds by largest
-    remainder, ties by rank.
-
-    Args:
-        times: Per worker.
-        total: Samples to divide; the sizes add up to it exactly.
-        least: Least size of each.
-        most: Largest size of each.
-
-    Raises:
-        ValueError: The bounds do not hold `total`.
-
-    Example:
-        >>> solve({1: Proportional(1.0), 2: Proportional(4.0)}, 10, {1: 1, 2: 1}, {1: 10, 2: 10})
-        {1: 8, 2: 2}
-    """
-    workers = sorted(times)
-    fits = all(least[w] <= most[w] for w in workers)
-    if not fits or not sum(least[w] for w in workers) <= total <= sum(min(most[w], total) for w in workers):
-        raise ValueError(f"{total} samples do not fit between {dict(least)} and {dict(most)}")
-    wanted = _fractions(times, total, least, most)
-    sizes = {w: min(int(wanted[w]), most[w]) for w in workers}
-    rest = total - sum(sizes.values())
-    # The bisection ends a hair below the total, so the rest is below the number of workers, but for equal times and
-    # bounds of which a rounding error hides the last sample.
-    while rest > 0:
-        open_ones = [w for w in workers if sizes[w] < most[w]]
-        for w in sorted(open_ones, key=lambda w: (sizes[w] - wanted[w], w))[:rest]:
-            sizes[w] += 1
-            rest -= 1
-    return sizes
-
-
-def _fractions(
-    times: Mapping[int, Line], total: int, least: Mapping[int, int], most: Mapping[int, int]
-) -> dict[int, float]:
-    def at(seconds: float) -> dict[int, float]:
-        return {
-            w: min(max((seconds - t.fixed) / t.per_sample, least[w]), min(most[w], total)) for w, t in times.items()
-        }
-
-    low = 0.0
-    high = max(t.fixed + t.per_sample * total for t in times.values())
-    while True:
-        middle = (low + high) / 2
-        if not low < middle < high:  # no number between them
-            return at(low)
-        if sum(at(middle).values()) > total:
-            high = middle
-        else:
-            low = middle
 
 
 @dataclass(frozen=True)
@@ -269,7 +195,7 @@ class BatchSizes:
         most = self._most(present)
         if refuse:
             self._need_room(present, most)
-        reason = self._must_move(present)
+        reason = self._must_move(present, most)
         if reason is None and (not by_speed or not self._settled(present)):
             return
         better = self._solve(present, by_speed, most)
@@ -278,7 +204,7 @@ class BatchSizes:
         self._move(better, "to finish together" if reason is None else reason)
         self._balanced |= by_speed and all(self.times[w].steps for w in present)
 
-    def _must_move(self, present: list[int]) -> str | None:
+    def _must_move(self, present: list[int], most: Mapping[int, int]) -> str | None:
         """Why the present sizes can't stay; None if they can."""
         before = list(self._sizes)
         if not before:
@@ -289,7 +215,9 @@ class BatchSizes:
             return "; ".join(f"{_names(who)} {what}" for who, what in ((gone, "left"), (come, "came")) if who)
         hard = self._hard(present)
         over = [w for w in present if self._sizes[w] > hard[w]]
-        return "; ".join(self._room_of(w) for w in over[:_SHOWN]) if over else None
+        if over:
+            return "; ".join(self._room_of(w) for w in over[:_SHOWN])
+        return "there is more memory" if sum(self._sizes.values()) < min(self.total, sum(most.values())) else None
 
     def _settled(self, present: Collection[int]) -> bool:
         return all(self.times[w].steps - self._steps.get(w, 0) >= self.resizing.settle for w in present)
