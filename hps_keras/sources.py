@@ -145,7 +145,8 @@ class Batches(Source):
             remedy = "an ElasticDataset needs to know how many samples a pass has" if count is None else "give it some"
             raise ConfigurationError(f"the PyDataset {name} has num_batches={count}: {remedy}")
         self._count = int(count)
-        first, last = self._fetch(0), self._fetch(self._count - 1)
+        first = self._fetch(0)
+        last = self._fetch(self._count - 1) if self._count > 1 else first
         self._size = _length(first)
         self.specimen = keras.tree.map_structure(partial(take, which=slice(0, 0)), first)
         if _length(last) > self._size:

@@ -62,8 +62,8 @@ class Stream(Source):
 
     def rows(self, which: Any) -> Any:  # noqa: D102
         which = numbers(which, self.samples)
-        wanted = set((which // self.block).tolist())
-        self._held = {place: rows for place, rows in self._held.items() if place in wanted}
+        if len(which):  # what lies behind is not wanted again, but for a lease that came back
+            self._held = {place: rows for place, rows in self._held.items() if place >= which.min() // self.block}
         return gather(self.specimen, which, self.block, self._read)
 
     def reader(self) -> Source:  # noqa: D102
@@ -72,7 +72,7 @@ class Stream(Source):
         return other
 
     def _read(self, place: int) -> Any:
-        """A block, by its number; kept as long as the next batch is of the same one."""
+        """A block, by its number."""
         if place in self._held:
             return self._held[place]
         if self._iterator is None or place < self._next:

@@ -7,6 +7,7 @@ functions of a launch run one after the other in the same processes.
 import os
 import time
 import warnings
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -298,10 +299,45 @@ def lent():
     }
 
 
+def gathered(samples):
+    """The numbers as a PyDataset, and as a tf.data.Dataset where TensorFlow is installed."""
+    import keras
+
+    class Batched(keras.utils.PyDataset):
+        def __len__(self):
+            return -(-samples // 7)
+
+        def __getitem__(self, index):
+            batch = numbers(samples)[7 * index : 7 * index + 7]
+            return batch, batch
+
+    found = {"batches": Batched()}
+    if find_spec("tensorflow"):
+        import tensorflow as tf
+
+        found["stream"] = tf.data.Dataset.from_tensor_slices((numbers(samples), numbers(samples)))
+    return found
+
+
+def other_sources():
+    """One process trains from what are no arrays, and validates with the same."""
+    import keras
+
+    from hps_keras.data import ElasticDataset
+
+    found = {}
+    for name, source in gathered(23).items():
+        model, epochs = noting(keras.Input((1,)))
+        data = ElasticDataset(source, batch_size=5, seed=1)
+        history = compiled(model).fit(data, epochs=2, verbose=0, validation_data=data, callbacks=[epochs])
+        found[name] = {"noted": model.noted, "epochs": len(history.history["val_loss"])}
+    return found
+
+
 @pytest.fixture(scope="module")
 def one(backend, tmp_path_factory):
     env = {"KERAS_BACKEND": backend, "NOTES": str(tmp_path_factory.mktemp("one"))}
-    ended = run([shapes, leases_by_hand, alone, lent], 1, env=env)
+    ended = run([shapes, leases_by_hand, alone, lent, other_sources], 1, env=env)
     return {name: results[0] for name, results in ended.results.items()}
 
 
@@ -369,6 +405,17 @@ def test_in_one_process_it_is_an_ordinary_data_set(one):
     assert seen["ordered"] and seen["loss"][0] == pytest.approx(seen["loss"][1], rel=1e-5)
     assert seen["history"]["val_loss"] == pytest.approx([seen["loss"][1]] * 3, rel=1e-5)
     assert seen["straight"] == [list(range(23))]
+
+
+@pytest.mark.parametrize("source", ["batches", "stream"])
+def test_one_process_trains_from_each_kind_of_samples(one, source):
+    seen = one["other_sources"].get(source)
+    if seen is None:
+        pytest.skip("tensorflow is not installed, and with it no tf.data")
+    assert batches_of(seen["noted"]) == [[5, 5, 5, 5, 3]] * 2 and seen["epochs"] == 2
+    first, second = samples_of(seen["noted"])
+    assert sorted(first) == sorted(second) == list(range(23))
+    assert first != second and first != sorted(first)
 
 
 def test_arguments_of_fit_that_keras_would_ignore_are_refused(one):
@@ -529,6 +576,22 @@ def stops():
     return found
 
 
+def shared_sources():
+    """Workers with batches of different sizes share what are no arrays; global seeds differ from rank to rank."""
+    import keras
+
+    from hps_keras.data import ElasticDataset
+
+    keras.utils.set_random_seed(hps.rank())
+    found = {"shard": identities(hps.data.shard(numbers(10)))}
+    for name, source in gathered(123).items():
+        model, epochs = noting(keras.Input((1,)))
+        data = ElasticDataset(source, batch_size=4 + hps.rank(), **({"shuffle_buffer": 50} if name == "stream" else {}))
+        compiled(model, "asp").fit(data, epochs=3, verbose=0, callbacks=[server_returns(), epochs])
+        found[name] = {"noted": model.noted}
+    return found
+
+
 def refused():
     """What every rank refuses by itself, the server too, before anything is sent."""
     import keras
@@ -552,7 +615,7 @@ def refused():
 @pytest.fixture(scope="module")
 def three(backend, tmp_path_factory):
     env = {"KERAS_BACKEND": backend, "NOTES": str(tmp_path_factory.mktemp("three"))}
-    ended = run([refused, uneven, rounds, compiled_step, stops], 4, env=env, timeout=500)
+    ended = run([refused, uneven, rounds, compiled_step, stops, shared_sources], 4, env=env, timeout=500)
     assert "ran out of data" not in ended.output
     return {name: [results[rank] for rank in range(4)] for name, results in ended.results.items()}
 
@@ -582,6 +645,23 @@ def test_workers_end_a_pass_within_a_step_of_each_other(three):
         first = min(worker["ends"][epoch][-1] for worker in workers)
         for worker in workers:
             assert sum(begun > first for begun, _ in worker["noted"][epoch]) <= 1
+
+
+@pytest.mark.parametrize("source", ["batches", "stream"])
+def test_workers_share_each_kind_of_samples(three, source):
+    workers = [worker.get(source) for worker in three["shared_sources"][:3]]
+    if workers[0] is None:
+        pytest.skip("tensorflow is not installed, and with it no tf.data")
+    seen = passes(workers)
+    assert seen == [list(range(123))] * 3
+    first = [epoch[0][1] for epoch in workers[0]["noted"]]
+    assert first[0] != first[1] != first[2] != first[0]
+
+
+def test_each_rank_has_its_shard(three):
+    shards = [seen["shard"] for seen in three["shared_sources"]]
+    assert shards[:3] == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+    assert shards[3] in shards[:3], "the server goes through the same script"
 
 
 def test_rounds_lend_each_sample_once_in_every_fit(three):
