@@ -11,6 +11,8 @@ from hps_keras.backends.activations import activation_bytes
 from hps_keras.errors import ConfigurationError
 from hps_keras.footprint import Footprint
 
+# What a step of each back end needs on the CPU beside the outputs of layers, as a factor; measured on small models.
+_TEMPORARY = {"tensorflow": 1.0, "jax": 2.5, "torch": 1.5}
 _PERIOD = 0.25  # seconds between two looks at the limits, which cost a millisecond
 
 
@@ -32,32 +34,35 @@ class Headroom:
     """
 
     def __init__(self, model: Any, reserve: float | int = 0.1, root: str = "/", sharers: int = 1) -> None:
-        self._reserve, self._root, self._sharers = _checked(reserve), root, max(1, sharers)
-        self._prior = activation_bytes(model)
+        self._reserve, self._root, self._sharers = checked_reserve(reserve), root, max(1, sharers)
+        self._on_device = backends.device_memory() is not None
+        activations = activation_bytes(model)
+        self._prior = activations and int(activations * _TEMPORARY[backends.name()])
         self._footprint = Footprint(self._prior)
-        self._footprint.observe(0, self._used() + _step_bytes(model))
+        self._footprint.observe(0, self._used())
+        self._first = _step_bytes(model)
         self._next = 0.0
         self.limit = self.memory = 0
         self._look()
         if self._prior and self.limit == 0:
             raise self._nothing_fits()
-        self._next = 0.0
 
     def begin(self) -> None:
         """Call before a step: peaks are counted from here."""
-        if not self._on_device():
-            resources.reset_peak()
-        else:
+        if self._on_device:
             backends.reset_device_peak()
+        else:
+            resources.reset_peak()
 
     def end(self, samples: int) -> None:
         """Call after a step that trained on `samples`; reads memory and limits only now and then."""
         if samples <= 0 or (samples <= self._footprint.largest and time.monotonic() < self._next):
             return
         self._footprint.observe(samples, self._peak())
+        before = self.limit
         self._look()
-        # What trains now fits: 0 would mean that nothing is known.
-        self.limit = max(1, self.limit) if self._footprint.per_sample is not None else self.limit
+        if 0 < self.limit < min(before, samples) and not self._on_device and resources.release_memory():
+            self._look()  # others need the memory: less is held now, so that more may fit again
 
     def ran_out(self, samples: int) -> int:
         """Call when the memory did not hold a batch of so many samples; returns, and remembers, the new limit.
@@ -75,7 +80,11 @@ class Headroom:
     def _look(self) -> None:
         room = self._room()
         self.memory = max(0, room - self._used())
-        self.limit = self._footprint.most(room) or 0
+        started = self._footprint.largest > 0
+        # Before the first step its gradients and buffers are still to come.
+        most = self._footprint.most(room if started else room - self._first)
+        # What trains now fits, and 0 would mean that nothing is known.
+        self.limit = 0 if most is None else max(int(started), most)
         self._next = time.monotonic() + _PERIOD
 
     def _room(self) -> int:
@@ -85,9 +94,6 @@ class Headroom:
         free = resources.available_memory(self._root) if device is None else device.free
         whole = used + free // self._sharers
         return whole - int(self._reserve * whole if self._reserve < 1 else self._reserve)
-
-    def _on_device(self) -> bool:
-        return backends.device_memory() is not None
 
     def _used(self) -> int:
         device = backends.device_memory()
@@ -107,7 +113,8 @@ class Headroom:
         )
 
 
-def _checked(reserve: float | int) -> float:
+def checked_reserve(reserve: float | int) -> float:
+    """Return `reserve` if it is possible; a :class:`ConfigurationError` says what is."""
     if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not 0 <= reserve < float("inf"):
         raise ConfigurationError(
             f"reserve={reserve!r}: give a number of bytes, or a share of the usable memory from 0 to below 1, as 0.1"

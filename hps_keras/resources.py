@@ -104,6 +104,19 @@ def reset_peak() -> bool:
         os.close(descriptor)
 
 
+def release_memory() -> bool:
+    """Give memory that the C library keeps for later back to the system; False if there was none, or no way to.
+
+    TensorFlow with oneDNN, its default on x86, keeps what its tensors held in a pool of its own, which nothing empties.
+    """
+    import ctypes
+
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))  # glibc's
+    except (OSError, AttributeError, TypeError):
+        return False
+
+
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control groups that `controller` governs, from its own up to the root."""
     paths = {}
