@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 
 class Line(Protocol):
     """A worker's time, t(b) = fixed + per_sample b."""
@@ -45,6 +47,7 @@ def solve(times: Mapping[int, Line], total: int, least: Mapping[int, int], most:
         {1: 8, 2: 2}
     """
     workers = sorted(times)
+    times = {w: times[w] for w in workers}  # sums in one order
     fits = all(least[w] <= most[w] for w in workers)
     if not fits or not sum(least[w] for w in workers) <= total <= sum(min(most[w], total) for w in workers):
         raise ValueError(f"{total} samples do not fit between {dict(least)} and {dict(most)}")
@@ -64,18 +67,21 @@ def solve(times: Mapping[int, Line], total: int, least: Mapping[int, int], most:
 def _fractions(
     times: Mapping[int, Line], total: int, least: Mapping[int, int], most: Mapping[int, int]
 ) -> dict[int, float]:
-    def at(seconds: float) -> dict[int, float]:
-        return {
-            w: min(max((seconds - t.fixed) / t.per_sample, least[w]), min(most[w], total)) for w, t in times.items()
-        }
+    workers = list(times)
+    fixed = np.array([times[w].fixed for w in workers])
+    per_sample = np.array([times[w].per_sample for w in workers])
+    lows = np.array([float(least[w]) for w in workers])
+    highs = np.array([float(min(most[w], total)) for w in workers])
 
-    low = 0.0
-    high = max(t.fixed + t.per_sample * total for t in times.values())
+    def at(seconds: float) -> np.ndarray:
+        return np.minimum(np.maximum((seconds - fixed) / per_sample, lows), highs)
+
+    low, high = 0.0, float((fixed + per_sample * total).max())
     while True:
         middle = (low + high) / 2
         if not low < middle < high:  # no number between them
-            return at(low)
-        if sum(at(middle).values()) > total:
+            return dict(zip(workers, at(low).tolist()))
+        if at(middle).sum() > total:
             high = middle
         else:
             low = middle
