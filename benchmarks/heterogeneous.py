@@ -28,7 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,12 @@ class Method:
     consistency: str
     momentum: float = 0.9
     workers: int = 4
+    shares: str = ""
+    """Whether batches follow the speeds, and when: an option of BatchResizer."""
+    epochs: int = 0
+    """Passes of a real run; 0 for the usual number."""
+    rate_of: str = ""
+    """The method whose tuned rate it takes over, because that is what it promises."""
 
     @property
     def rates(self) -> list[float]:
@@ -60,11 +66,16 @@ class Method:
         return list(SPEEDS) * (self.workers // 4)
 
 
+# Stale gradients need more passes to the same accuracy, and these methods do more of them in the same time.
+MORE_EPOCHS = 7
 REAL = [
     Method("BSP", "bsp"),
-    Method("ASP, inverse weights", "asp,weight=inverse"),
+    Method("BSP with shares", "bsp", shares="auto", rate_of="BSP"),
+    Method("ASP, inverse weights", "asp,weight=inverse", epochs=MORE_EPOCHS),
     Method("SSP(3)", "ssp:3"),
-    Method("WASP(50)", "wasp:50"),
+    Method("WASP(50)", "wasp:50", epochs=MORE_EPOCHS),
+    Method("WASP(50) with shares", "wasp:50", shares="always", epochs=MORE_EPOCHS),
+    Method("auto", "auto", shares="auto", epochs=MORE_EPOCHS, rate_of="BSP"),
 ]
 SIMULATED = [
     *REAL,
@@ -118,6 +129,7 @@ def simulate(job: dict[str, Any]) -> dict[str, Any]:
     from lenet import compiled, load_mnist
 
     from hps_keras.data import ElasticDataset
+    from hps_keras.shares import Resizing
     from hps_keras.simulate import Worker, train
 
     keras.utils.clear_session()
@@ -131,7 +143,14 @@ def simulate(job: dict[str, Any]) -> dict[str, Any]:
     workers = [Worker(STEP_SECONDS / speed, BATCH, jitter=job["jitter"]) for speed in job["speeds"]]
     model = compiled(keras.optimizers.SGD(job["rate"], momentum=job["momentum"]))
     report = train(
-        model, stream, workers, job["consistency"], epochs=job["epochs"], validation_data=test, seed=job["seed"]
+        model,
+        stream,
+        workers,
+        job["consistency"],
+        epochs=job["epochs"],
+        validation_data=test,
+        seed=job["seed"],
+        resizing=Resizing(shares=job["shares"]) if job["shares"] else None,
     )
     history = [
         {"epoch": h["epoch"], "seconds": h["seconds"], "accuracy": h["val_accuracy"]}
@@ -174,6 +193,7 @@ def tune(methods: Sequence[Method], arguments: argparse.Namespace, results: Resu
     jobs = {
         tuning_key(m, rate): simulation(m, arguments, rate=rate, seed=100, epochs=arguments.tuning, held_out=5000)
         for m in methods
+        if not m.rate_of
         for rate in m.rates
     }
     simulate_all(jobs, results)
@@ -181,9 +201,10 @@ def tune(methods: Sequence[Method], arguments: argparse.Namespace, results: Resu
 
 def tuned(method: Method, results: Results) -> float:
     """The rate with the best accuracy on the held-out images."""
+    source = next((m for m in SIMULATED if m.name == method.rate_of), method)
 
     def accuracy(rate: float) -> float:
-        last = results.entries[tuning_key(method, rate)]["history"][-1]["accuracy"]
+        last = results.entries[tuning_key(source, rate)]["history"][-1]["accuracy"]
         return last if math.isfinite(last) else 0.0
 
     return max(method.rates, key=accuracy)
@@ -234,11 +255,12 @@ def run_real(method: Method, rate: float, arguments: argparse.Namespace, **more:
 
 
 def real(arguments: argparse.Namespace, results: Results) -> None:
-    """Runs the four methods with each seed in turn, so that a slow spell of the machine meets all of them."""
-    plan = [(m, 0.05, seed, arguments.epochs) for seed in arguments.seeds for m in REAL]
+    """Runs the methods with each seed in turn, so that a slow spell of the machine meets all of them."""
+    more = not arguments.quick
+    plan = [(m, 0.05, seed, (more and m.epochs) or arguments.epochs) for seed in arguments.seeds for m in REAL]
     # About a minute each: those that wait for the slowest do fewer epochs in that time.
-    if not arguments.quick:
-        plan += [(m, 0.4, 1, 1 if m.consistency in ("bsp", "ssp:3") else 3) for m in REAL]
+    if more:
+        plan += [(m, 0.4, 1, 1 if m.name in ("BSP", "SSP(3)") else 3) for m in REAL]
     for method, jitter, seed, epochs in plan:
         key = real_key(method, jitter, seed)
         measure(key, method, arguments, results, jitter=jitter, seed=seed, epochs=epochs)
@@ -266,23 +288,21 @@ def long_steps(arguments: argparse.Namespace, results: Results) -> list[str]:
 
 def predict(arguments: argparse.Namespace, results: Results) -> list[str]:
     """Compares measured epochs with those that the simulator predicts from one recorded run, of each method in turn."""
-    from hps_keras.consistency import parse
-    from hps_keras.simulate import Scenario, Server, Worker, simulate
+    from hps_keras.simulate import simulate
+    from hps_keras.simulate.inputs import Given, from_summary, scenarios
 
-    lines = ["| method | measured s/epoch | " + " | ".join(f"from {m.name}" for m in REAL) + " |", "|---" * 6 + "|"]
+    sources = [m for m in REAL if not m.shares]
+    lines = [f"| method | measured s/epoch | {' | '.join(f'from {m.name}' for m in sources)} |"]
+    lines.append("|---" * (len(sources) + 2) + "|")
     for method in REAL:
         runs = [results.entries[real_key(method, 0.05, seed)] for seed in arguments.seeds]
         measured = statistics.mean(r["history"][-1]["seconds"] / len(r["history"]) for r in runs)
         cells = [method.name, f"{measured:.2f}"]
-        for source in REAL:
+        asked = {"consistency": method.consistency, "resize": "cap" if method.shares else "no", "epochs": 3, "seed": 1}
+        for source in sources:
             recorded = results.entries[real_key(source, 0.05, arguments.seeds[0])]["summary"]
-            workers = tuple(
-                Worker(w["step_seconds"], BATCH, jitter=w["step_seconds_std"] / w["step_seconds"])
-                for w in recorded["workers"]
-            )
-            server = Server(push_seconds=recorded["server"]["push_seconds"])
-            parameters = recorded["server"]["parameters_bytes"] // 4
-            scenario = Scenario(workers, parse(method.consistency), server, parameters, runs[0]["samples"], 3, seed=1)
+            given = {name: Given([value], name) for name, value in asked.items()}
+            (scenario,) = scenarios(from_summary(recorded, source.name) | given)
             predicted = simulate(scenario).seconds / 3
             cells.append(f"{predicted:.2f} ({predicted / measured - 1:+.1%})")
         lines.append(f"| {' | '.join(cells)} |")
@@ -337,7 +357,7 @@ def table(
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for method in methods:
         runs = [results.entries[key(method, seed)] for seed in seeds]
-        base = next(m for m in methods if m == replace(method, name=m.name, consistency="bsp"))
+        base = next(m for m in methods if (m.consistency, m.shares) == ("bsp", "") and _alike(m, method))
         bases = [results.entries[key(base, seed)] for seed in seeds]
         bound = sum(method.speeds) / (method.workers * min(method.speeds))
         won = statistics.mean(map(speed, runs)) / statistics.mean(map(speed, bases))
@@ -356,6 +376,10 @@ def table(
         cells.append("" if method is base else spread(gaps, "{:+.2f}".format))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _alike(one: Method, other: Method) -> bool:
+    return (one.momentum, one.workers) == (other.momentum, other.workers)
 
 
 def throughput(runs: dict[str, float], what: str, seconds: float) -> list[str]:

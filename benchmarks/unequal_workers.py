@@ -3,9 +3,9 @@
     hpsrun -np 5 benchmarks/unequal_workers.py JOB.json
 
 A device is emulated by its time: a worker sleeps at the end of its step until that has taken as long as on a device of
-that speed, with jitter. Two cores then carry four workers, and what is measured is the waiting and the exchange, not
-this machine's matrix multiplication. The model is compiled in a first `fit` with learning rate 0, which is not counted;
-evaluation is outside the clock.
+that speed for a batch of that size, with jitter. Two cores then carry four workers, and what is measured is the waiting
+and the exchange, not this machine's matrix multiplication. The model is compiled in a first `fit` with learning rate 0,
+which is not counted; evaluation is outside the clock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from lenet import compiled, load_mnist
 import hps_keras as hps
 
 
-def emulate(model: Any, seconds: float, jitter: float, seed: int) -> None:
+def emulate(model: Any, seconds: float, samples: Callable[[], int], jitter: float, seed: int) -> None:
     """Makes each training step of a model take as long as on a device, by sleeping at its end, before the push.
 
     Args:
         model: A compiled model, not trained yet.
-        seconds: Mean time of a step on the device.
-        jitter: Standard deviation of it, as a share.
+        seconds: Mean time on the device, for each sample.
+        samples: Says how many samples the step had that has just ended.
+        jitter: Standard deviation of the time, as a share.
         seed: Of the jitter.
     """
     random = np.random.default_rng(seed)
@@ -41,8 +42,9 @@ def emulate(model: Any, seconds: float, jitter: float, seed: int) -> None:
 
     def slow(function: Callable[..., Any]) -> Callable[..., Any]:
         def step(*arguments: Any) -> Any:
-            end = time.perf_counter() + seconds * max(0.05, random.normal(1, jitter))
+            began = time.perf_counter()
             result = function(*arguments)
+            end = began + samples() * seconds * max(0.05, random.normal(1, jitter))
             time.sleep(max(0.0, end - time.perf_counter()))
             return result
 
@@ -82,17 +84,20 @@ def main() -> None:
     keras.utils.set_random_seed(job["seed"])
     optimizer = keras.optimizers.SGD(0.0, momentum=job["momentum"])
     model = compiled(hps.DistributedOptimizer(optimizer, consistency=job["consistency"]))
-    emulate(model, job["step_seconds"] / job["speeds"][hps.rank()], job["jitter"], job["seed"] + hps.rank())
+    ps = hps.callbacks.ParameterServer()
+    seconds = job["step_seconds"] / job["batch_size"] / job["speeds"][hps.rank()]
+    emulate(model, seconds, lambda: ps.batch_size, job["jitter"], job["seed"] + hps.rank())
     test = data.x_test, data.y_test
     options: dict[str, Any] = {"verbose": 0}
     x, y = data.x_train[: job["samples"]], data.y_train[: job["samples"]]
     few = 8 * job["batch_size"] * hps.size()
     warm = hps.data.ElasticDataset(x[:few], y[:few], batch_size=job["batch_size"])
-    model.fit(warm, callbacks=[hps.callbacks.ParameterServer(), Clock(test)], **options)
+    model.fit(warm, callbacks=[ps, Clock(test)], **options)
     optimizer.learning_rate = job["rate"]
-    ps, clock = hps.callbacks.ParameterServer(), Clock(test)
+    clock = Clock(test)
     stream = hps.data.ElasticDataset(x, y, batch_size=job["batch_size"], seed=job["seed"])
-    model.fit(stream, epochs=job["epochs"], callbacks=[ps, clock], **options)
+    resizers = [hps.callbacks.BatchResizer(shares=job["shares"])] if job["shares"] else []
+    model.fit(stream, epochs=job["epochs"], callbacks=[ps, clock, *resizers], **options)
     if hps.rank() == 0:
         ps.summary.save(job["summary"])
         Path(job["result"]).write_text(json.dumps({"history": clock.history, "samples": len(y)}))

@@ -42,6 +42,8 @@ class ParameterServer(keras.callbacks.Callback):
     Attributes:
         summary: After `fit`, on workers: a :class:`hps_keras.telemetry.Summary`; ``print`` it for a table.
         last_step_seconds: Time that this worker's last training step took, without the exchange.
+        batch_size: Samples of the batch that this worker trains on or trained on last, with an
+            :class:`hps_keras.data.ElasticDataset`; 0 without.
 
     Raises:
         ConfigurationError: In `fit`, when the model cannot be trained so; the message says what to change.
@@ -63,6 +65,11 @@ class ParameterServer(keras.callbacks.Callback):
     def last_step_seconds(self) -> float:
         """Time that this worker's last training step took, without the exchange."""
         return self._exchange.last_seconds if self._exchange else 0.0
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of this worker's present or last batch, with an ElasticDataset; 0 without."""
+        return self._exchange.feed.handed if self._exchange and self._exchange.feed else 0
 
     # -- hooks --
 

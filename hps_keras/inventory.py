@@ -1,4 +1,4 @@
-"""What of a model is exchanged: the variables of each wrapped optimizer, and the weights that move without gradients."""
+"""What of a model is exchanged: the variables of each wrapped optimizer, and weights that move without gradients."""
 
 from __future__ import annotations
 

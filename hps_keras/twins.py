@@ -44,7 +44,7 @@ class Twins:
 
     def saw(self, worker: int, gradient: np.ndarray) -> None:
         """Takes a piece of a worker's first gradient."""
-        self._sums[worker] = zlib.crc32(memoryview(gradient.view(np.uint8)), self._sums.get(worker, 0))
+        self._sums[worker] = zlib.crc32(gradient.view(np.uint8), self._sums.get(worker, 0))  # type: ignore[arg-type]
 
     def seen(self, worker: int) -> None:
         """That was all of it."""

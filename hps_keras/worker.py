@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops
 
@@ -21,11 +20,11 @@ from hps_keras import backends, wire
 from hps_keras import optimizer as wrapping
 from hps_keras.consistency import Auto
 from hps_keras.errors import ConfigurationError
-from hps_keras.layout import ParameterLayout
 from hps_keras.inventory import moving_variables, ownership
+from hps_keras.layout import ParameterLayout
 from hps_keras.link import Link
 from hps_keras.pieces import Pieces
-from hps_keras.scheduling import Lease, fingerprint
+from hps_keras.scheduling import Lease
 from hps_keras.shares import Resizing
 from hps_keras.slots import state_to_send
 from hps_keras.stash import applied_since
@@ -95,7 +94,7 @@ class Exchange:
             "batch_size": self.feed.batch_size,
             "seed": self.feed.seed,
             "shuffle": self.feed.dataset.shuffle,
-            "order": fingerprint(),
+            "order": self.feed.dataset.order_print,
             "resizing": self._resizing(),
             "compiles": self._compiles and not self.model.run_eagerly,
             "limit": self._limit,
@@ -429,6 +428,8 @@ class Exchange:
 
     def exit(self) -> dict[str, Any]:
         """Leaves `fit`; returns the server's summary of it."""
+        if self.feed is not None:
+            self.feed.close()
         if self.groups:  # not after a `fit` of no epoch
             self._share_changes("end", {})
         for group in self.groups:

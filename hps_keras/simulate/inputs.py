@@ -207,19 +207,28 @@ def from_file(path: str) -> dict[str, Given]:
 
 
 def from_run(path: str) -> dict[str, Given]:
-    """Fits settings to a recorded run, the JSON file of ``Summary.save``.
-
-    The network is inside the recorded times, so that links cost nothing and must not be given again. The run's samples
-    are those of all its epochs, unless `samples` or `epochs` are given.
-
-    Raises:
-        ConfigurationError: The file is none, or lacks something.
-    """
+    """Fits settings to a recorded run, the JSON file of ``Summary.save``; see :func:`from_summary`."""
     where = f"--from {path!r}"
     try:
         run = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{where} cannot be read: {error}; give a file of ps.summary.save(...)") from None
+    return from_summary(run, where)
+
+
+def from_summary(run: Mapping[str, Any], where: str) -> dict[str, Given]:
+    """Fits settings to what ``Summary.save`` has written.
+
+    The network is inside the recorded times, so that links cost nothing and must not be given again. The run's samples
+    are those of all its epochs, unless `samples` or `epochs` are given.
+
+    Args:
+        run: What was written.
+        where: Its name, for errors.
+
+    Raises:
+        ConfigurationError: Something is missing in it.
+    """
     try:
         rows = [w for w in run["workers"] if w["steps"]]
         fitted: dict[str, Any] = {
