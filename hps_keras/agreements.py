@@ -358,7 +358,7 @@ def _is_float(array: np.ndarray) -> bool:
 
 _ALIKE = (
     ("shuffle", "give all the same"),
-    ("order", "install the same numpy on all"),
+    ("order", "give all the same kind of x with the same sizes, and install the same numpy"),
     ("resizing", "list the same hps.callbacks.BatchResizer on all, or on none"),
 )
 """What must be the same in all workers' ElasticDataset, and what to do if it is not."""
