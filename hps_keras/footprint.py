@@ -82,10 +82,7 @@ class Footprint:
         if slope is None or (not self._rungs and self._start is None):
             return self._refused[0] if self._refused else None
         if self._rungs:
-            size, peak = self._rungs[-1]
-            peak += max(0, min(self._excess)) if len(self._excess) == _LASTING else 0
-            fit = int(size + (room - peak) / slope)
-            fit = min(fit, size * (_STRETCH if self._slope() is not None else _TRY))
+            fit = int(self._fit(room, slope))
         else:
             fit = int((room - (self._start or 0)) / slope)
         if self._refused:
@@ -94,6 +91,22 @@ class Footprint:
             if room <= then * 1.25:
                 fit = min(fit, size)
         return max(0, fit)
+
+    def _fit(self, room: int, slope: float) -> float:
+        """The size whose peak is `room`: on the lines between the rungs, and beyond them."""
+        room -= max(0, min(self._excess)) if len(self._excess) == _LASTING else 0
+        size, peak = self._rungs[-1]
+        if room >= peak:
+            return min(size + (room - peak) / slope, size * (_TRY if self._slope() is None else _STRETCH))
+        for smaller, less in reversed(self._rungs[:-1]):
+            if room >= less:
+                return smaller + (size - smaller) * (room - less) / (peak - less)
+            size, peak = smaller, less
+        # Smaller batches save what samples need at least; a steep line would promise too much here.
+        lines = [slope if self._slope() is not None or not self._prior else self._prior]
+        if self._start is not None:
+            lines.append(max(1.0, (peak - self._start) / size))
+        return size - (peak - room) / min(lines)
 
     def _write(self, samples: int, peak: int) -> None:
         rungs = self._rungs

@@ -1,6 +1,9 @@
-"""What a process may really use, on recorded trees of machines with control groups of both versions."""
+"""What a process may really use: on recorded trees with control groups of both versions, and live where that works."""
 
+import contextlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hps_keras import resources
 from hps_keras.resources import affinity, available_cpus, available_memory
 
 MIB = 1 << 20
@@ -217,3 +221,130 @@ def test_ulimit_is_seen():
     command = ["sh", "-c", 'ulimit -v 4000000 && exec "$@"', "sh", sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert 0 < int(result.stdout) < 4000000 * 1024, result.stderr
+
+
+# Memory of this process
+
+PEAKS = """
+import json
+from hps_keras.resources import peak_memory, release_memory, reset_peak, resident_memory
+found = [resident_memory(), peak_memory()]
+block = bytearray(b"x") * (256 << 20)
+found += [resident_memory(), peak_memory()]
+del block
+found += [resident_memory(), peak_memory(), reset_peak(), peak_memory()]
+release_memory()
+print(json.dumps(found))
+"""
+
+
+def test_resident_and_peak_follow_what_a_process_takes_and_frees():
+    result = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, timeout=50)
+    before, peak_before, during, peak_during, after, peak_after, reset, peak_reset = json.loads(result.stdout)
+    block = 256 * MIB
+    assert during - before == pytest.approx(block, rel=0.1)
+    assert before - after == pytest.approx(0, abs=0.1 * block)
+    assert before - 16 * MIB < peak_before < during
+    assert peak_during >= 0.95 * during
+    assert peak_after >= peak_during - 4 * MIB  # the kernel counts pages of several CPUs loosely
+    if reset:
+        assert peak_reset < during - block / 2
+    else:
+        assert peak_reset >= peak_after - 4 * MIB
+
+
+def test_systems_without_proc_have_resident_and_peak_too(monkeypatch):
+    monkeypatch.setattr("hps_keras.resources._text", lambda path: "")
+    memory = psutil.Process().memory_info()
+    assert resources.resident_memory() == pytest.approx(memory.rss, rel=0.2)
+    assert resources.peak_memory() >= 0.5 * memory.rss
+
+
+def test_peaks_that_cannot_be_reset_say_so(monkeypatch):
+    def refuse(*arguments):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert resources.reset_peak() is False
+
+
+def test_no_c_library_that_gives_memory_back(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    assert resources.release_memory() is False
+
+
+# Live limits
+
+ASK = """
+import json, sys
+sys.path.insert(0, {path!r})
+from hps_keras.resources import available_cpus, available_memory
+found = [available_memory()]
+block = bytearray(b"x") * (64 << 20)
+print(json.dumps([*found, available_memory(), available_cpus()]))
+"""
+
+
+@pytest.fixture
+def groups():
+    """Folders of a control group of version 1 for memory and one for CPUs, below this process's own."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        pytest.skip("only root may make control groups")
+    made = []
+    try:
+        for controller in ("memory", "cpu"):
+            own = next(resources._groups(Path("/"), controller), None)
+            if own is None or not (own / "tasks").is_file():
+                pytest.skip(f"no control groups of version 1 for {controller} here")
+            made.append(own / f"hps_keras-test-{os.getpid()}")
+            try:
+                (made[-1] / "inner").mkdir(parents=True)
+            except OSError as error:
+                pytest.skip(f"no control group can be made: {error}")
+        yield made
+    finally:
+        for folder in made:
+            for each in (folder / "inner", folder):
+                with contextlib.suppress(FileNotFoundError):
+                    each.rmdir()
+
+
+def ask(*command: str) -> list[float]:
+    """What a process says when started by `command`: its memory, the same with 64 MiB taken, and its CPUs."""
+    code = ASK.format(path=str(Path(resources.__file__).parents[1]))
+    result = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("level", ["own", "parent"])
+def test_live_limits_of_version_1(groups, level):
+    inner = [folder / "inner" for folder in groups]
+    limited = inner if level == "own" else groups
+    (limited[0] / "memory.limit_in_bytes").write_text(str(400 * MIB))
+    (limited[1] / "cpu.cfs_quota_us").write_text("30000")
+    if level == "parent":
+        (inner[0] / "memory.limit_in_bytes").write_text(str(2 * GIB))
+    join = "".join(f"echo $$ > '{folder}/cgroup.procs' && " for folder in inner)
+    before, after, cpus = ask("sh", "-c", f'{join}exec "$@"', "sh")
+    assert cpus == 0.3
+    assert 300 * MIB < before < 400 * MIB  # the interpreter takes some
+    assert before - after == pytest.approx(64 * MIB, rel=0.15)
+
+
+PODMAN = ["podman", "--runtime", "runc", "--cgroup-manager=cgroupfs", "run", "--rm", "--network=none"]
+LIMITS = ["--memory=400m", "--cpus=0.5", "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024"]
+
+
+def test_live_limits_of_a_container():
+    """In a container whose root is a copy-on-write view of this machine's, so that no image is needed."""
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed")
+    container = [*PODMAN, *LIMITS, "--rootfs", "/:O"]
+    trial = subprocess.run([*container, "true"], capture_output=True, text=True, timeout=50)
+    if trial.returncode != 0:
+        pytest.skip(f"podman starts no container here: {trial.stderr.strip()[-300:]}")
+    before, after, cpus = ask(*container)
+    assert cpus == 0.5
+    assert 300 * MIB < before < 400 * MIB
+    assert before - after == pytest.approx(64 * MIB, rel=0.15)
