@@ -30,13 +30,19 @@ class Machine:
         fixed: Seconds that the number of samples does not change.
         per_sample: Seconds that each sample adds.
         jitter: Standard deviation of the time of computing, as a share of its mean.
-        exchange: Seconds of a step beside computing.
+        exchange: Seconds of a step beside computing, in a round in which all push together.
+        alone: The same where each pushes by itself; unless given, as `exchange`.
     """
 
     fixed: float
     per_sample: float
     jitter: float
     exchange: float = 0.0
+    alone: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.alone < 0:
+            object.__setattr__(self, "alone", self.exchange)
 
     def seconds(self, samples: int) -> float:
         """Time of computing without jitter."""
@@ -95,7 +101,7 @@ def wasp_speed(machines: Sequence[Machine], sizes: Sequence[int], sync_every: in
         sync_every: k; None for no forced syncs.
     """
     working = [(m, b) for m, b in zip(machines, sizes) if b > 0]
-    free = sum(b / (m.seconds(b) * _mean_factor(m.jitter) + m.exchange) for m, b in working)
+    free = sum(b / (m.seconds(b) * _mean_factor(m.jitter) + m.alone) for m, b in working)
     if sync_every is None or len(working) == 1:
         return free
     drawn = min(sync_every, _LONGEST)
@@ -106,7 +112,7 @@ def wasp_speed(machines: Sequence[Machine], sizes: Sequence[int], sync_every: in
 
 def _mean_size(working: Sequence[tuple[Machine, int]]) -> float:
     """Returns the samples of a push, of all pushes of a long time."""
-    rates = [1 / (m.seconds(b) * _mean_factor(m.jitter) + m.exchange) for m, b in working]
+    rates = [1 / (m.seconds(b) * _mean_factor(m.jitter) + m.alone) for m, b in working]
     return sum(rate * b for rate, (_, b) in zip(rates, working)) / sum(rates)
 
 
@@ -114,7 +120,7 @@ def _period(machines: Sequence[Machine], sizes: np.ndarray, k: int) -> tuple[flo
     """Returns the mean seconds and the mean samples from one forced sync to the next."""
     pushes = k * len(machines)
     means = np.array([m.seconds(int(b)) for m, b in zip(machines, sizes)])
-    steps = [m.exchange + mean * _mean_factor(m.jitter) for m, mean in zip(machines, means)]
+    steps = [m.alone + mean * _mean_factor(m.jitter) for m, mean in zip(machines, means)]
     repeats = max(10, _DRAWS // pushes) if any(m.jitter for m in machines) else 1
     trigger = pushes / sum(1 / s for s in steps)
     margin = 1.3
@@ -144,7 +150,7 @@ def _ends(
     columns = []
     for machine, mean, width in zip(machines, means, widths):
         factors = np.maximum(_CUT, 1 + machine.jitter * random.standard_normal((repeats, width)))
-        columns.append(np.cumsum(mean * factors + machine.exchange, axis=1))
+        columns.append(np.cumsum(mean * factors + machine.alone, axis=1))
     return np.concatenate(columns, axis=1), np.repeat(np.arange(len(machines)), widths)
 
 

@@ -291,8 +291,10 @@ class Coordinator:
         news = self._plan.news() if answers else None
         if news:
             answers.append(Log(news))
-        # With several optimizers, workers that are answered together may stand at different ones in their step.
-        together = len(released.pushes) == len(self._attendance.training) and len(self._groups) == 1
+        # With several optimizers, workers that are answered together may stand at different ones in their step. Those
+        # who still train when others have ended the epoch are no sample of them.
+        everyone = not self._numbers[State.PAUSED] and len(released.pushes) == len(self._attendance.training)
+        together = everyone and len(self._groups) == 1
         if together and (released.sync or (rounds and self._plan.undecided)):
             answers += self._reconsider()
         return answers

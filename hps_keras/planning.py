@@ -6,6 +6,7 @@ behind a choice from :mod:`hps_keras.choosing`; when to look at them is the coor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,9 +24,20 @@ _KEEP = 0.9  # of the mean exchange time, at each step
 
 @dataclass
 class _Seen:
+    """What was seen of a worker.
+
+    Attributes:
+        times: Its time of computing.
+        samples: Its largest batch.
+        exchange: Mean seconds of a step beside computing, in rounds and in WASP. In a round all push together, and wait
+            for each other at the server.
+        least: The least of them in rounds: what WASP is expected to need until it was tried.
+    """
+
     times: StepTime = field(default_factory=StepTime)
     samples: int = 0
-    exchange: float = 0.0
+    exchange: dict[bool, float] = field(default_factory=dict)
+    least: float = math.inf
 
 
 class Chooser:
@@ -51,8 +63,11 @@ class Chooser:
             whole: Seconds from the answer before it to its push, on the server's clock.
         """
         seen = self._seen.setdefault(worker, _Seen())
-        beside = max(0.0, whole - compute)
-        seen.exchange = beside if not seen.times.steps else _KEEP * seen.exchange + (1 - _KEEP) * beside
+        beside, rounds = max(0.0, whole - compute), self.present.synchronous
+        before = seen.exchange.get(rounds, beside)
+        seen.exchange[rounds] = _KEEP * before + (1 - _KEEP) * beside
+        if rounds:
+            seen.least = min(seen.least, beside)
         seen.samples = max(seen.samples, samples)
         seen.times.observe(samples, compute)
 
@@ -60,25 +75,25 @@ class Chooser:
         """Whether enough is known of all these workers to choose."""
         return all(worker in self._seen and self._seen[worker].times.steps >= MEASURE for worker in workers)
 
-    def choose(self, rounds: Mapping[int, int] | None, alone: Mapping[int, int] | None, workers: Sequence[int]) -> str:
+    def choose(self, workers: Sequence[int], sizes: tuple[Mapping[int, int], Mapping[int, int]] | None) -> str:
         """Chooses, sets :attr:`present`, and returns why, in a line.
 
         Args:
-            rounds: Samples of each worker in a round of BSP; None when batches have a fixed size.
-            alone: Samples of each worker's batch in WASP, likewise.
             workers: Who trains.
+            sizes: Samples of each worker in a round of BSP, and in WASP; None when batches have a fixed size.
         """
         machines = []
         for worker in workers:
             seen = self._seen[worker]
-            machines.append(Machine(seen.times.fixed, seen.times.per_sample, seen.times.jitter, seen.exchange))
+            rounds, alone = (seen.exchange.get(synchronous, seen.least) for synchronous in (True, False))
+            machines.append(Machine(seen.times.fixed, seen.times.per_sample, seen.times.jitter, rounds, alone))
         fixed = {worker: self._seen[worker].samples for worker in workers}
-        sizes = [[(given or fixed)[worker] for worker in workers] for given in (rounds, alone)]
+        of_rounds, of_wasp = ([given[worker] for worker in workers] for given in sizes or (fixed, fixed))
         now = None if not self.chosen else "bsp" if self.present.synchronous else "wasp"
-        choice = choose(machines, sizes[0], sizes[1], self._model.wasp.sync_every, now)
+        choice = choose(machines, of_rounds, of_wasp, self._model.wasp.sync_every, now)
         self.chosen = True
         self.present = BSP() if choice.name == "bsp" else self._model.wasp
-        return choice.text
+        return f"auto takes {choice.text}"
 
 
 class Plan:
@@ -168,6 +183,6 @@ class Plan:
         """Chooses the model for these workers anew, and says why in a line; None when it is not ours to choose."""
         if not self.chooser or not workers or not self.chooser.measured(workers):
             return None
-        rounds = self.adapting.ideal(workers) if self.adapting else None
-        why = self.chooser.choose(rounds, self.adapting.equal(workers) if self.adapting else None, workers)
+        sizes = (self.adapting.ideal(workers), self.adapting.equal(workers)) if self.adapting else None
+        why = self.chooser.choose(workers, sizes)
         return self.chooser.present, why

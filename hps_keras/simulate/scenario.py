@@ -156,7 +156,7 @@ class Scenario:
         slowdowns: Workers that are slower for a time.
         failures: Workers that are lost.
         seed: Of the jitter. Each worker draws from a stream of its own, so that models are compared on equal terms.
-        resizing: How batch sizes follow speed and memory; None: they stay. With "auto" they follow the speed in any case.
+        resizing: How batch sizes follow speed and memory; None: they stay, but with "auto" they follow the speed.
 
     Raises:
         ConfigurationError: Names what cannot be, and the remedy.
