@@ -19,6 +19,7 @@ from hps_keras.steptime import StepTime
 MODES = ("cap", "accumulate")
 SHARES = ("auto", "always", "never")
 _REFINE_UP_TO = 80  # steps of each worker up to which sizes may still move within the dead band, as they double
+_SURE = 3.0  # standard errors of a time that a size changes by at least
 _TOLD_FREELY = 5  # moves that are all reported
 _TOLD_CHANGE = 0.1  # change of a size since the last report that is reported later on
 _SHOWN = 8  # sizes in a line
@@ -199,7 +200,7 @@ class BatchSizes:
         if reason is None and (not by_speed or not self._settled(present)):
             return
         better = self._solve(present, by_speed, most)
-        if better == self._sizes or (reason is None and not self._worth(better)):
+        if (reason is None and not self._worth(better)) or better == self._sizes:
             return
         self._move(better, "to finish together" if reason is None else reason)
         self._balanced |= by_speed and all(self.times[w].steps for w in present)
@@ -224,18 +225,24 @@ class BatchSizes:
 
     def _worth(self, better: Mapping[int, int]) -> bool:
         """Whether a size changes by more than the dead band, and more than noise or rounding explain."""
+        # Sizes that rest on few steps are put right as those double, within the dead band too; but not where each new
+        # size costs a compilation.
+        evidence = min(self.times[w].evidence for w in better)
+        due = self._evidence < _REFINE_UP_TO and evidence >= 2 * max(self._evidence, self.resizing.settle)
+        if due:
+            self._evidence = evidence
         old, new = (max(self.times[w].seconds(s[w]) for w in better) for s in (self._sizes, better))
         gains = old > (1 + self.resizing.dead_band) * new
         for worker, size in better.items():
             change = abs(size - self._sizes[worker])
-            band = max(self.resizing.dead_band, 2 * self.times[worker].error)
-            if change > band * self._sizes[worker] and (change > 1 or gains):
+            if change > self._band(worker) * self._sizes[worker] and (change > 1 or gains):
                 return True
-        # Sizes that rest on few steps are put right as those double, within the dead band too; but not where each new
-        # size costs a compilation.
-        evidence = min(self.times[w].evidence for w in better)
-        enough = 2 * max(self._evidence, self.resizing.settle)
-        return self.resizing.unit == 1 and enough <= evidence and self._evidence < _REFINE_UP_TO
+        return due and self.resizing.unit == 1 and better != self._sizes
+
+    def _band(self, worker: int) -> float:
+        """The least change of a size, as a share, that is one: wider where a few noisy steps are all that is known."""
+        time = self.times[worker]
+        return max(self.resizing.dead_band, _SURE * time.error * (1 + 2 / max(time.evidence, 1.0)))
 
     def _move(self, sizes: dict[int, int], reason: str) -> None:
         self._moves += bool(self._sizes)
