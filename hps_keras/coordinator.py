@@ -20,46 +20,21 @@ number are gathers.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from hps_keras.accounts import WorkerStatistics
+from hps_keras.attendance import Attendance, Standing, State
 from hps_keras.consistency import Consistency
 from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Switch, Update, Wait
-from hps_keras.pacing import Attendance, Flow, Group, Pacing, Released, Rounds, pacing
+from hps_keras.pacing import Flow, Group, Pacing, Released, Rounds, pacing
 from hps_keras.planning import Plan
 from hps_keras.scheduling import Lease
 from hps_keras.shares import BatchSizes
 
 _LOG_EVERY = 60.0  # also how long a wait must have lasted to be worth a line
 _LONG_WAIT, _LARGE_PART = 1.0, 0.1  # of an epoch, spent at its end: worth a hint
-
-
-class State(enum.Enum):
-    """Where a worker is."""
-
-    OUTSIDE = "outside fit"
-    JOINING = "joining"
-    TRAINING = "training"
-    PAUSED = "paused"
-    LEFT = "left"
-
-
-@dataclass
-class _Worker:
-    state: State = State.OUTSIDE
-    steps: int = 0  # pushes since it entered fit; time-outs begin with the second, the first compiles
-    owes_since: float = 0.0
-    asked_at: float = 0.0
-    reminded_at: float = 0.0
-    training_since: float = 0.0
-    answered_at: float | None = None  # when the step that it computes began with an answer
-    held: dict[int, Push] = field(default_factory=dict)
-    gather: tuple[str, int] | None = None
-    statistics: WorkerStatistics = field(default_factory=WorkerStatistics)
 
 
 _ASKED_WHILE = {
@@ -85,7 +60,7 @@ class Coordinator:
         self.consistency = consistency
         self.timeout = timeout
         self._remind_every = min(timeout / 4, 10.0)
-        self._workers = [_Worker(owes_since=now) for _ in range(workers)]
+        self._workers = [Standing(owes_since=now) for _ in range(workers)]
         self._numbers = Counter({State.OUTSIDE: workers})
         self._asking: set[int] = set()
         self._attendance = Attendance()
@@ -445,7 +420,7 @@ class Coordinator:
         if worker.state is State.TRAINING:
             self._attendance.computing.add(rank)
 
-    def _request(self, worker: _Worker) -> str:
+    def _request(self, worker: Standing) -> str:
         if worker.gather:
             return f"{worker.gather[0]!r} number {worker.gather[1]}"
         return f"{self._pacing.wait} of " + " and ".join(f"optimizer {g}" for g in sorted(worker.held))
@@ -455,7 +430,7 @@ class Coordinator:
         waits = f" and waits in {self._request(worker)}" if rank in self._asking else ""
         return [Fail(f"worker {rank} {did} while it is {worker.state.value}{waits}")]
 
-    def _awaited(self, worker: _Worker) -> tuple[int, ...]:
+    def _awaited(self, worker: Standing) -> tuple[int, ...]:
         if worker.gather:
             return self._missing_in_gather(worker.gather)
         return tuple(sorted({rank for push in worker.held.values() for rank in self._pacing.awaited(push)}))

@@ -8,37 +8,14 @@ turns what they release into answers. What a decision costs does not grow with t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hps_keras.attendance import Attendance
 from hps_keras.consistency import SSP, WASP, Asynchronous, Consistency
 from hps_keras.decisions import Decision, Push, Take, Update
-
-
-class Attendance:
-    """The workers that are in the middle of an epoch.
-
-    Attributes:
-        training: Their ranks, ascending.
-        computing: Those of them that wait for nothing, so that a push of theirs is to come.
-    """
-
-    def __init__(self) -> None:
-        self.training: list[int] = []
-        self.computing: set[int] = set()
-
-    def come(self, worker: int) -> None:
-        """A worker begins to train, and has asked for nothing yet."""
-        insort(self.training, worker)
-        self.computing.add(worker)
-
-    def go(self, worker: int) -> None:
-        """A worker stops training."""
-        del self.training[bisect_left(self.training, worker)]
-        self.computing.discard(worker)
 
 
 @dataclass

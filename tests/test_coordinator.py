@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from referee import Referee, Refused
 
+from hps_keras.attendance import State
 from hps_keras.consistency import ASP, BSP
-from hps_keras.coordinator import Coordinator, State
+from hps_keras.coordinator import Coordinator
 from hps_keras.decisions import Answer, Complete, Fail, Log, Push, Take, Update, Wait
 
 
