@@ -12,7 +12,7 @@ from collections import deque
 
 # Real steps need up to this many times the prior's bytes: temporary tensors inside layers and their gradients.
 _CAUTION = 1.5
-# A measured slope below this share of the prior is not believed: a peak of compilation can hide what batches need.
+# A measured slope below this share of the prior is not believed.
 _FLOOR = 0.25
 # Growth is tried in steps: at most so many times the largest size measured, with a guessed and a measured slope.
 _TRY, _STRETCH = 2, 4
@@ -45,14 +45,9 @@ class Footprint:
         """Bytes that each further sample needs; None as long as nothing says it."""
         slope = self._slope()
         if slope is not None:
-            return max(slope, _FLOOR * self._prior if self._prior else 1.0)
-        guess = self._prior * _CAUTION if self._prior else None
-        if self._rungs and self._start is not None:
-            # All that a step added cannot be less than what its samples need.
-            size, peak = self._rungs[-1]
-            most = max(1.0, (peak - self._start) / size)
-            guess = most if guess is None else max(min(guess, most), _FLOOR * (self._prior or 0))
-        return guess
+            return slope
+        # Without a guess: all that a step added, which its samples cannot have exceeded.
+        return self._prior * _CAUTION if self._prior else self._added()
 
     def observe(self, samples: int, peak: int) -> None:
         """Takes in the peak of a step.
@@ -76,6 +71,14 @@ class Footprint:
         self._refused = size, room
         return size
 
+    def peak(self, samples: int) -> int | None:
+        """Returns the peak to expect of a batch larger than all that were measured; None if unknown."""
+        slope = self.per_sample
+        if slope is None or not self._rungs:
+            return None
+        size, least = self._rungs[-1]
+        return least + self._risen() + int(slope * (samples - size))
+
     def most(self, room: int) -> int | None:
         """Returns the most samples whose step stays within `room` bytes in all; None if unknown, 0 if none fit."""
         slope = self.per_sample
@@ -94,7 +97,7 @@ class Footprint:
 
     def _fit(self, room: int, slope: float) -> float:
         """The size whose peak is `room`: on the lines between the rungs, and beyond them."""
-        room -= max(0, min(self._excess)) if len(self._excess) == _LASTING else 0
+        room -= self._risen()
         size, peak = self._rungs[-1]
         if room >= peak:
             return min(size + (room - peak) / slope, size * (_TRY if self._slope() is None else _STRETCH))
@@ -102,11 +105,23 @@ class Footprint:
             if room >= less:
                 return smaller + (size - smaller) * (room - less) / (peak - less)
             size, peak = smaller, less
-        # Smaller batches save what samples need at least; a steep line would promise too much here.
-        lines = [slope if self._slope() is not None or not self._prior else self._prior]
-        if self._start is not None:
-            lines.append(max(1.0, (peak - self._start) / size))
-        return size - (peak - room) / min(lines)
+        # A line that is too steep would promise too much here: smaller batches save what samples need at least.
+        slope = self._slope() or self._prior or peak / size
+        added = self._added()
+        if added is not None and added > _FLOOR * slope:  # less is no news: the process held freed memory before
+            slope = min(slope, added)
+        return min(size - (peak - room) / slope, size * room / peak)
+
+    def _added(self) -> float | None:
+        """Bytes per sample by which a step of the smallest size exceeded what was needed before any; None if none."""
+        if not self._rungs or self._start is None or self._rungs[0][1] <= self._start:
+            return None
+        size, peak = self._rungs[0]
+        return (peak - self._start) / size
+
+    def _risen(self) -> int:
+        """Bytes by which everything else has grown since the largest size was measured."""
+        return max(0, min(self._excess)) if len(self._excess) == _LASTING else 0
 
     def _write(self, samples: int, peak: int) -> None:
         rungs = self._rungs
@@ -126,4 +141,7 @@ class Footprint:
             return None
         top, peak = self._rungs[-1]
         slopes = [(peak - least) / (top - size) for size, least in self._rungs if size * _APART <= top]
-        return max(slopes, default=None)
+        slope = max(slopes, default=None)
+        # Too flat a line says that the process already held memory which the batches used, from an earlier training or
+        # a compilation, and nothing of what they need.
+        return None if slope is None or slope < (_FLOOR * self._prior if self._prior else 1) else slope

@@ -37,7 +37,7 @@ class Headroom:
         self._reserve, self._root, self._sharers = checked_reserve(reserve), root, max(1, sharers)
         self._on_device = backends.device_memory() is not None
         activations = activation_bytes(model)
-        self._prior = activations and int(activations * _TEMPORARY[backends.name()])
+        self._prior = activations and int(activations * (1 if self._on_device else _TEMPORARY[backends.name()]))
         self._footprint = Footprint(self._prior)
         self._footprint.observe(0, self._used())
         self._first = _step_bytes(model)
