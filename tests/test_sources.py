@@ -316,12 +316,12 @@ def test_a_new_pass_reads_anew_so_that_random_changes_are_new():
     dataset = tf.data.Dataset.from_generator(
         lambda: (next(drawings) for _ in range(10)), output_signature=tf.TensorSpec((), tf.int64)
     )
-    feed = Feed(ElasticDataset(dataset, shuffle=False))
-    drawn = []
+    data = ElasticDataset(dataset, shuffle=False)
+    feed, drawn = Feed(data), [data.rows(None, 0, 10).tolist()]
     for number in (1, 2):
         feed.start(5, number, Lease(0, 10))
         drawn.append(next(feed).tolist())
-    assert drawn[0] != drawn[1]
+    assert drawn[0] != drawn[1] != drawn[2]
 
 
 def test_the_structure_of_a_stream_is_kept():
