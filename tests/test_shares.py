@@ -344,6 +344,10 @@ def test_what_is_left_when_those_with_memory_have_gone_is_smaller_and_said() -> 
     assert sizes.round([0, 1], ANY) == {0: 64, 1: 64}
     assert sizes.round([1], ANY) == {1: 80}
     assert "80 together instead of 128" in (sizes.news() or "")
+    sizes.limit(1, 100, 2**29)
+    assert sizes.round([1], ANY) == {1: 100}
+    sizes.limit(1, 1000, 2**32)
+    assert sizes.round([1], ANY) == {1: 128}
     assert sizes.round([0], ANY) == {0: 128}
 
 
@@ -416,6 +420,12 @@ def test_sizes_are_multiples_where_each_costs_a_compilation() -> None:
     assert all(r[w] % 8 == 0 for r in rounds for w in (0, 1, 2)) and all(r[3] % 8 == 3 for r in rounds)
     assert all(len({r[w] for r in rounds}) <= 5 for w in range(4))
     assert machines.efficiency(rounds[-1]) > 0.75
+
+
+@pytest.mark.parametrize("unit, moving", [(1, True), (8, False)])
+def test_only_sizes_that_cost_no_compilation_are_put_right_within_the_dead_band(unit: int, moving: bool) -> None:
+    machines = Machines(BatchSizes(Resizing(unit=unit, dead_band=0.3), {0: 64, 1: 64}), (1.0, 0.8), 0.0)
+    assert (moves(machines.rounds(100)) > 0) is moving
 
 
 def test_a_unit_that_does_not_fit_is_given_up() -> None:
