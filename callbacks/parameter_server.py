@@ -69,7 +69,10 @@ class ParameterServer(keras.callbacks.Callback):
     @property
     def batch_size(self) -> int:
         """Samples of this worker's present or last batch, with an ElasticDataset; 0 without."""
-        return self._exchange.feed.handed if self._exchange and self._exchange.feed else 0
+        exchange = self._exchange
+        if not exchange or not exchange.feed:
+            return 0
+        return int(exchange.feed.handed) or exchange.last_samples  # in a step, or after it
 
     # -- hooks --
 

@@ -73,7 +73,7 @@ class Exchange:
         self._compiled: set[int] = set()  # sizes of batches that the step was compiled for
         self.epoch_over = False  # it has no more of this pass for this worker
         self.metrics: dict[str, float] = {}  # of the last epoch's exchange, over all workers
-        self.last_seconds = 0.0
+        self.last_seconds, self.last_samples = 0.0, 0
         self._started = False
         self._moving: tuple[list[tuple[Any, np.ndarray]], np.ndarray] = ([], np.zeros(0, np.uint8))
         wrapping.disguise_containers(model)
@@ -201,12 +201,13 @@ class Exchange:
         self._train(step, train_function, arguments)
         if not self.groups:
             self._declare({id(o): step.stash(o).present for o in wrapping.wrapped_in(self.model) if o.built})
-        self.samples += step.samples
+        self.last_samples = step.samples
         while self.feed is not None and self.feed.more:  # a lease in pieces is one step, and one push
             for group in self.groups:
                 self._add_up(group, step)
             self._train(step, train_function, arguments, again=True)
-            self.samples += step.samples
+            self.last_samples += step.samples
+        self.samples += self.last_samples
         self.last_seconds = time.perf_counter() - began
         for late in self._idle:
             if late.built:
