@@ -74,6 +74,7 @@ class Exchange:
         self.epoch_over = False  # it has no more of this pass for this worker
         self.metrics: dict[str, float] = {}  # of the last epoch's exchange, over all workers
         self.last_seconds, self.last_samples = 0.0, 0
+        self._answered: float | None = None  # when the last step ended; what comes since is the next one's time
         self._started = False
         self._moving: tuple[list[tuple[Any, np.ndarray]], np.ndarray] = ([], np.zeros(0, np.uint8))
         wrapping.disguise_containers(model)
@@ -197,6 +198,7 @@ class Exchange:
             backends.build(self.model, arguments)
             self.start()
         began = time.perf_counter()
+        since = began if self._answered is None else self._answered
         self._timed = True
         self._train(step, train_function, arguments)
         if not self.groups:
@@ -208,7 +210,8 @@ class Exchange:
             self._train(step, train_function, arguments, again=True)
             self.last_samples += step.samples
         self.samples += self.last_samples
-        self.last_seconds = time.perf_counter() - began
+        now = time.perf_counter()
+        self.last_seconds, self._seconds = now - began, now - since
         for late in self._idle:
             if late.built:
                 raise ConfigurationError(
@@ -222,11 +225,13 @@ class Exchange:
         if not self._lent:
             answer, _, _ = self.link.request(Header(Kind.LEASE))
             self._take_lease(answer)
+        self._answered = time.perf_counter()
         return step.result()
 
     def _train(self, step: backends.Step, train_function: Any, arguments: Sequence[Any], again: bool = False) -> None:
         """Keras's step on one batch; where the memory does not hold that, on the first piece of it."""
         headroom: Any = self.headroom if self.feed is not None else None
+        step.retries = headroom is not None
         while True:
             if headroom is not None:
                 headroom.begin()
@@ -330,7 +335,7 @@ class Exchange:
             version=group.version,
             samples=samples,
             rate=stash.rate,
-            seconds=self.last_seconds,
+            seconds=self._seconds,
             sync_every=group.optimizer.__dict__["_hps"].sync_every,
             limit=self._limit,
             memory=self.headroom.memory if self.headroom else 0,
@@ -358,6 +363,7 @@ class Exchange:
 
     def pause(self, stop: bool) -> None:
         """Ends this worker's epoch: waits for all others, takes the common parameters and averaged statistics."""
+        self._answered = None
         if not self.groups:
             raise ConfigurationError(
                 f"worker {self.rank} ended its epoch without a single training step: give every worker at least one "

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hps_keras.errors import ConfigurationError
+from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.layout import ParameterLayout
 
 logger = logging.getLogger("hps_keras")
@@ -108,10 +108,13 @@ def reset_device_peak() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Says whether an error, or one that it was raised from, means that memory did not suffice."""
+    """Says whether an error, or one that it was raised from, means that memory did not suffice.
+
+    Not all shortages raise one: TensorFlow ends the process when the C library refuses it memory on the CPU.
+    """
     seen: set[int] = set()
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
+    while cause is not None and id(cause) not in seen and not isinstance(cause, HpsError):
         seen.add(id(cause))
         if isinstance(cause, MemoryError) or _own().is_out_of_memory(cause):  # numpy's is a MemoryError too
             return True
@@ -141,11 +144,14 @@ class Step(ABC):
 
     Attributes:
         samples: Samples that the last step trained on.
+        retries: Whether a step that fails for want of memory is run again, and its memory is measured: it then ends
+            with all that it computes, and what a failure would destroy is kept.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.samples = 0
+        self.retries = False
 
     @abstractmethod
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:

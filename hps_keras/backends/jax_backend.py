@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hps_keras.backends import DeviceMemory, GradientFunction, Stash, Step, Updater, pick, rows
-from hps_keras.errors import ConfigurationError
+from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.layout import ParameterLayout
 
 
@@ -21,14 +21,41 @@ class BackendStep(Step):
         super().__init__(model)
         self._places: dict[int, tuple[Any, ...]] = {}
         self._splits: dict[int, Callable[[np.ndarray], list[Any]]] = {}
+        self._spare: list[Any] | None = None
+        self._proven = 0  # the largest batch that fitted
 
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
         state, iterator = arguments
-        self._state = list(state)  # which a run that fails leaves as it is
-        counting = _Counting(iterator)
-        self._logs, state = train_function(state, counting)
         self._state = list(state)
+        counting = _Counting(iterator, self._keep)
+        try:
+            self._logs, state = train_function(state, counting)
+            if self.retries:
+                # JAX computes behind our back: only here its errors arise, and its memory is at its peak before.
+                jax.block_until_ready(state)
+        except Exception as error:
+            self._restore(error)
+            raise
+        self._state, self._spare = list(state), None
         self.samples = counting.samples
+        self._proven = max(self._proven, self.samples)
+
+    def _keep(self, samples: int) -> None:
+        """Copies the state before a step of a size that may not fit: Keras donates it, and a failure destroys it."""
+        if self.retries and samples > self._proven:
+            self._spare = jax.tree.map(jnp.copy, self._state)
+
+    def _restore(self, error: Exception) -> None:
+        """Takes up the copy of a state that a failed step has destroyed."""
+        if not any(isinstance(v, jax.Array) and v.is_deleted() for v in jax.tree.leaves(self._state)):
+            return  # it never started
+        if self._spare is None:
+            raise HpsError(
+                f"a training step failed ({error}), although its batch was not larger than others before, and JAX has "
+                "given up the model's state for it: this process has less memory than it had; leave it more, or keep a "
+                "larger reserve (BatchResizer(reserve=...))"
+            ) from error
+        self._state, self._spare = list(self._spare), None
 
     def again(self, train_function: Callable[..., Any], arguments: Sequence[Any], batches: Iterator[Any]) -> None:
         self.run(train_function, tuple(self._state), arguments[1])
@@ -93,10 +120,10 @@ def _jax_splitter(layout: ParameterLayout, dtypes: Sequence[str]) -> Callable[[n
 
 
 class _Counting:
-    """An iterator that counts the rows of the batches it hands on."""
+    """An iterator that counts the rows of the batches it hands on, and tells them first."""
 
-    def __init__(self, iterator: Any) -> None:
-        self._iterator, self.samples = iter(iterator), 0
+    def __init__(self, iterator: Any, before: Callable[[int], None]) -> None:
+        self._iterator, self._before, self.samples = iter(iterator), before, 0
 
     def __iter__(self) -> _Counting:
         return self
@@ -104,6 +131,7 @@ class _Counting:
     def __next__(self) -> Any:
         batch = next(self._iterator)
         self.samples += rows(batch)
+        self._before(self.samples)
         return batch
 
 
