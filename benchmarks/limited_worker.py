@@ -54,9 +54,7 @@ def network(side: int, width: int) -> Any:
     return Sequential(
         [
             Input((side, side, 3)),
-            layers.Conv2D(width, 3, padding="same", activation="relu"),
-            layers.Conv2D(width, 3, padding="same", activation="relu"),
-            layers.MaxPooling2D(4),
+            layers.Conv2D(width, 3, padding="same", activation="gelu"),
             layers.Conv2D(width, 3, padding="same", activation="relu"),
             layers.GlobalAveragePooling2D(),
             layers.Dense(10),
@@ -104,7 +102,7 @@ def train(job: dict[str, Any], log: IO[str]) -> None:
     ps = hps.callbacks.ParameterServer()
     callbacks = [ps, Steps()]
     if job["resize"]:
-        callbacks.insert(1, hps.callbacks.BatchResizer())
+        callbacks.insert(1, hps.callbacks.BatchResizer(mode=job["mode"]))
     model.compile(
         hps.DistributedOptimizer(keras.optimizers.SGD(0.01)),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
