@@ -3,10 +3,11 @@
     hpsrun -np 4 examples/mnist_lenet5.py                       3 workers and a parameter server
     mpiexec -n 4 python examples/mnist_lenet5.py --epochs 3     the same, by MPI's own launcher
     python examples/mnist_lenet5.py                             one process alone: plain Keras
-    hpsrun -np 4 examples/mnist_lenet5.py --demo                what unequal workers cost with BSP, and win with WASP
+    hpsrun -np 4 examples/mnist_lenet5.py --demo                what unequal workers cost, and two ways to win it back
 
 All workers train on one stream of images (ElasticDataset): who is faster takes more of it.
 `--speeds 1,1,0.5` *emulates* a slow worker: it sleeps after each step, so that its steps take twice as long.
+`--resize` gives it smaller batches in turn (BatchResizer).
 """
 
 from __future__ import annotations
@@ -33,8 +34,16 @@ SUBSET = Path(__file__).parent / "data" / "mnist-subset.npz"
 DEMO_STEP = 0.06
 """Seconds that a step takes on an emulated device of speed 1. Long against the real step on any machine, so that the
 demo shows the same on a laptop with two cores."""
-DEMO_SYNC = 50
-"""Steps of each worker between two forced syncs in the demo."""
+DEMO_WAYS = {
+    "BSP": ("bsp", False, "a round takes one batch of every worker, so all wait for the slowest."),
+    "BSP, shares": ("bsp", True, "the same, but BatchResizer gives each worker a batch by its measured speed."),
+    "WASP(50)": (
+        "wasp:50",
+        False,
+        "each gradient is applied as it comes, weighted by staleness; all meet every 50 steps.",
+    ),
+}
+"""The demo's runs: consistency model, whether batches follow the speeds, and what to say of it."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,11 +55,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr", type=float, default=0.05, help="learning rate (0.05), as for one batch of all workers together")
     add("--momentum", type=float, default=0.9, help="momentum of SGD (0.9)")
     add("--consistency", default=os.environ.get("HPS_CONSISTENCY", "bsp"), help="bsp, asp, ssp:3 or wasp:50 (bsp)")
+    add("--resize", action="store_true", help="give each worker batches by its speed")
     add("--speeds", type=speeds, metavar="1,1,0.5", help="emulate workers of these speeds, each over 0 and at most 1")
     add("--full", action="store_true", help="all 60,000 images, from where keras.datasets keeps them")
     add("--data", type=Path, metavar="FILE", help="another file like mnist.npz")
     add("--seed", type=int, default=1, help="seed of the weights and of the order of the images (1)")
-    add("--demo", action="store_true", help="compare BSP and WASP on emulated workers of speeds 1, ..., 1, 0.5")
+    add(
+        "--demo",
+        action="store_true",
+        help="compare BSP, BSP with shares and WASP on emulated workers of speeds 1, ..., 0.5",
+    )
     return parser.parse_args()
 
 
@@ -122,19 +136,20 @@ class EmulatedSpeed(keras.callbacks.Callback):
     """Makes this worker slow: sleeps after each step until it has taken as long as on a device of that speed.
 
     Args:
-        ps: Knows how long the step really took.
+        ps: Knows how long the step really took, and how many samples it had.
         speed: 0.5 doubles the time of a step.
-        step_seconds: Time of a step at speed 1; the real one when None.
+        sample_seconds: Time of each sample at speed 1; the real one when None.
     """
 
-    def __init__(self, ps: hps.callbacks.ParameterServer, speed: float, step_seconds: float | None = None) -> None:
+    def __init__(self, ps: hps.callbacks.ParameterServer, speed: float, sample_seconds: float | None = None) -> None:
         super().__init__()
-        self.ps, self.speed, self.step_seconds = ps, speed, step_seconds
+        self.ps, self.speed, self.sample_seconds = ps, speed, sample_seconds
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Sleeps."""
         real = self.ps.last_step_seconds
-        time.sleep(max(0.0, (self.step_seconds or real) / self.speed - real))
+        wanted = real if self.sample_seconds is None else self.sample_seconds * self.ps.batch_size
+        time.sleep(max(0.0, wanted / self.speed - real))
 
 
 class Stopwatch(keras.callbacks.Callback):
@@ -171,6 +186,7 @@ def train(
     test: Images,
     consistency: str,
     worker_speeds: Sequence[float] | None,
+    resize: bool,
     step_seconds: float | None = None,
 ) -> Result:
     """Trains a new LeNet-5 with all workers.
@@ -181,6 +197,7 @@ def train(
         test: All test images.
         consistency: `"bsp"`, `"wasp:50"`, ...
         worker_speeds: Speeds to emulate, or None.
+        resize: Whether batches follow the speeds.
         step_seconds: Time of a step at speed 1, on a device that is emulated as a whole; None: the real one.
     """
     keras.utils.set_random_seed(args.seed)
@@ -198,8 +215,11 @@ def train(
     ps = hps.callbacks.ParameterServer()
     watch = Stopwatch()
     callbacks: list[keras.callbacks.Callback] = [ps, watch]
+    if resize:
+        callbacks.append(hps.callbacks.BatchResizer())
     if worker_speeds is not None:
-        callbacks.append(EmulatedSpeed(ps, worker_speeds[hps.rank()], step_seconds))
+        sample_seconds = None if step_seconds is None else step_seconds / args.batch_size
+        callbacks.append(EmulatedSpeed(ps, worker_speeds[hps.rank()], sample_seconds))
     verbose = 2 if is_chief() else 0  # a line an epoch: a progress bar needs a terminal, which not every launcher gives
     model.fit(data, epochs=args.epochs, verbose=verbose, callbacks=callbacks)
     # Only workers get here: in `fit` the parameter server has served until the job ended.
@@ -224,7 +244,7 @@ def once(args: argparse.Namespace, training: Images, test: Images) -> None:
     workers = hps.size()
     if args.speeds is not None and len(args.speeds) != workers:
         sys.exit(f"--speeds names {len(args.speeds)} workers, and there are {workers}")
-    result = train(args, training, test, args.consistency, args.speeds)
+    result = train(args, training, test, args.consistency, args.speeds, args.resize)
     if result.summary is not None:
         say("", str(result.summary))
         if args.speeds is not None:
@@ -236,7 +256,7 @@ def once(args: argparse.Namespace, training: Images, test: Images) -> None:
 
 
 def demo(args: argparse.Namespace, training: Images, test: Images) -> None:
-    """Trains with BSP, then with WASP, on workers one of which is slow, and prints what differs."""
+    """Trains in several ways on workers one of which is slow, and prints what differs."""
     workers = hps.size()
     emulated = args.speeds or [1.0] * (workers - 1) + [0.5]
     if workers < 2 or len(emulated) != workers:
@@ -245,50 +265,43 @@ def demo(args: argparse.Namespace, training: Images, test: Images) -> None:
     times = ", ".join(f"{1000 * DEMO_STEP / speed:.0f}" for speed in emulated)
     say(
         f"LeNet-5, {len(training.y):,} images of MNIST, {args.epochs} epochs, {workers} workers, one parameter server.",
-        f"EMULATED speeds of the workers: {listed}. Sleeping stretches their steps to {times} ms.",
-        "",
-        "1. BSP: a round takes one batch of every worker, so all wait for the slowest.",
+        f"EMULATED speeds of the workers: {listed}. Sleep stretches steps of {args.batch_size} images to {times} ms.",
     )
-    bsp = train(args, training, test, "bsp", emulated, DEMO_STEP)
-    say(
-        "",
-        str(bsp.summary),
-        "",
-        f"2. WASP({DEMO_SYNC}): each gradient is applied when it comes, weighted by its staleness; all meet every "
-        f"{DEMO_SYNC} steps.",
-    )
-    wasp = train(args, training, test, f"wasp:{DEMO_SYNC}", emulated, DEMO_STEP)
-    say("", str(wasp.summary), "", compared(args, training, test, emulated, bsp, wasp))
+    results = {}
+    for number, (name, (consistency, resize, what)) in enumerate(DEMO_WAYS.items(), 1):
+        say("", f"{number}. {name}: {what}")
+        results[name] = train(args, training, test, consistency, emulated, resize, DEMO_STEP)
+        say("", str(results[name].summary))
+    say("", compared(args, training, test, emulated, results))
 
 
 def compared(
-    args: argparse.Namespace, training: Images, test: Images, emulated: Sequence[float], bsp: Result, wasp: Result
+    args: argparse.Namespace, training: Images, test: Images, emulated: Sequence[float], results: dict[str, Result]
 ) -> str:
-    """Says in plain words what asynchrony won and what it cost."""
-    workers = len(emulated)
-    ratio = wasp.samples_per_second / bsp.samples_per_second
-    bound = sum(emulated) / (workers * min(emulated))
+    """Says in plain words what was won and what it cost."""
+    bsp, shares, wasp = results.values()
+    bound = sum(emulated) / (len(emulated) * min(emulated))
     rows = wasp.summary.workers
     staleness = sum(w["steps"] * w["mean_staleness"] for w in rows) / sum(w["steps"] for w in rows)
     # Twice the standard error of the difference of two accuracies, in points.
     noise = 200 * np.sqrt(sum(r.accuracy * (1 - r.accuracy) for r in (bsp, wasp)) / len(test.y))
-    gap = 100 * (wasp.accuracy - bsp.accuracy)
-    taken = ", ".join(f"{w['samples']:,}" for w in rows)
-    table = [
-        f"{'':32}{'BSP':>10}{'WASP':>10}",
-        f"{'samples/s, all waiting included':32}{bsp.samples_per_second:10.0f}{wasp.samples_per_second:10.0f}",
-        f"{'seconds of training':32}{bsp.seconds:10.1f}{wasp.seconds:10.1f}",
-        f"{'test accuracy':32}{bsp.accuracy:10.2%}{wasp.accuracy:10.2%}",
-        f"{'staleness of a gradient':32}{0:10}{staleness:10.2f}",
-    ]
+    lines = {
+        "samples/s, all waiting included": [f"{r.samples_per_second:.0f}" for r in results.values()],
+        "times BSP": [f"{r.samples_per_second / bsp.samples_per_second:.2f}" for r in results.values()],
+        "seconds of training": [f"{r.seconds:.1f}" for r in results.values()],
+        "test accuracy": [f"{r.accuracy:.2%}" for r in results.values()],
+    }
+    table = ["".join([f"{'':32}", *(f"{name:>13}" for name in results)])]
+    table += ["".join([f"{name:32}", *(f"{cell:>13}" for cell in cells)]) for name, cells in lines.items()]
+    sizes = ", ".join(f"{w['batch_size']:.0f}" for w in shares.summary.workers)
     words = [
-        f"Won: {ratio:.2f} times the samples per second. At these speeds no schedule can reach more than {bound:.2f} "
-        "times BSP with equal batches.",
-        f"Paid: while a gradient was computed, {staleness:.2f} updates by others changed the parameters under it, and "
-        "a run does not repeat bit by bit, as one with BSP does. Staleness grows with the number of workers. Accuracy "
-        f"here: {gap:+.2f} points; with {len(test.y):,} test images up to {noise:.1f} either way are noise.",
-        f"All workers drew from one stream of images, and took as many as they could: {taken}. So they ended each "
-        "epoch together.",
+        f"At these speeds no schedule can reach more than {bound:.2f} times BSP with equal batches. With "
+        f"{len(test.y):,} test images, accuracies differ by up to {noise:.1f} points from chance alone.",
+        f"BSP with shares gave the workers batches of {sizes} images on average, which always sum to "
+        f"{len(emulated) * args.batch_size}: the same numbers as BSP, without the waiting.",
+        f"WASP waits for nobody, but while a gradient was computed, {staleness:.2f} updates by others changed the "
+        "parameters under it, and a run does not repeat bit by bit. Staleness grows with the number of workers. It is "
+        "the faster one where the times of steps scatter.",
     ]
     head = f"After {args.epochs * len(training.y):,} samples each, on EMULATED device times:"
     return "\n".join([head, "", *table, *(f"\n{textwrap.fill(text, 100)}" for text in words)])

@@ -19,7 +19,7 @@ class WorkerStatistics:
         last_batch: Samples of the last one.
         timed_samples: Samples in `training_seconds`.
         training_seconds: From the first answer of an epoch to its end.
-        compute_seconds: Time in Keras's step.
+        compute_seconds: Time from an answer to the next push: Keras's step, data and callbacks.
         waiting_seconds: From pushes to their answers.
         sync_seconds: The part of it that was spent in forced syncs.
         epoch_seconds: Waiting at the ends of epochs for the others.

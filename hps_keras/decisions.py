@@ -22,7 +22,8 @@ class Push:
         version: Version of the parameters that the gradient was computed on.
         samples: Samples in the batch, 0 when the step produced no gradient.
         rate: The worker's learning rate at that step.
-        seconds: Compute time of the step, without waiting.
+        seconds: Time that the worker took for the step, from the last answer on, on its own clock: data and callbacks
+            are in it, waiting and communication are not.
         present: Which tensors have a gradient, None for all.
         sync_every: What the worker's `ForcedSync` callback asks for; 0 for nothing, -1 for no forced syncs.
         wants_lease: Whether the worker needs samples for its next step; so asks the first push of a step alone.

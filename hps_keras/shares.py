@@ -115,9 +115,10 @@ class BatchSizes:
 
     def observe(self, worker: int, samples: int, seconds: float) -> None:
         """A worker's step of `samples` took `seconds` of computing, without any waiting."""
-        if samples < 1:
-            return
         self._meet(worker)
+        # The short batch of a pass's last round tells nothing of the usual ones.
+        if samples < 1 or 2 * samples < self._sizes.get(worker, 0):
+            return
         self.times[worker].observe(samples, seconds)
         self._growth[worker].observe(samples, seconds, self.times[worker].jitter, self.resizing.settle)
 

@@ -36,7 +36,8 @@ class Summary:
             - ``batch_size``: mean samples of a step
             - ``samples_per_second``: while it trained, waiting for others included; the first step, which compiles, and
               the waiting at the ends of epochs left out
-            - ``compute_seconds``: time in Keras's step, on the worker's clock, the first left out
+            - ``compute_seconds``: time in Keras's step and between steps (data, callbacks), on the worker's clock, the
+              first step left out
             - ``waiting_seconds``: time from its pushes to their answers, on the server's clock, the first left out
             - ``sync_seconds``, ``syncs``: the part of it in forced syncs, and their number
             - ``epoch_wait_seconds``: time at the ends of epochs until the last worker had ended its own

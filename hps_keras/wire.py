@@ -72,7 +72,7 @@ class Header(NamedTuple):
         samples: Samples behind the gradient or the contribution.
         sequence: Number of the gather.
         rate: Learning rate of the step.
-        seconds: Compute time of the step.
+        seconds: Time of the step on the worker, without waiting and communication.
         memory: Bytes of memory that the worker can still use, 0 if unknown.
         body: Bytes of JSON that follow.
         payload: Bytes of raw memory that follow.

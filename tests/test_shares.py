@@ -469,3 +469,16 @@ def test_looking_ahead_moves_nothing() -> None:
     assert machines.sizes.ideal(range(4)) == machines.right()
     assert machines.sizes.equal(range(4)) == dict.fromkeys(range(4), 64)
     assert machines.sizes.mean == 64
+
+
+def test_short_batches_of_a_last_round_are_not_measured() -> None:
+    sizes = BatchSizes(Resizing(), {0: 40, 1: 40})
+    for _ in range(20):
+        sizes.round([0, 1], 10**6)
+        sizes.observe(0, 40, 0.4)
+        sizes.observe(1, 40, 0.4)
+        sizes.round([0, 1], 8)
+        sizes.observe(0, 4, 0.2)  # they would say that a step costs 0.18 s whatever its size
+        sizes.observe(1, 4, 0.04)
+    assert sizes.times[0].fixed == sizes.times[1].fixed == 0
+    assert sizes.round([0, 1], 10**6) == {0: 40, 1: 40}
