@@ -41,14 +41,17 @@ class Headroom:
         self._footprint = Footprint(self._prior)
         self._footprint.observe(0, self._used())
         self._first = _step_bytes(model)
-        self._next = 0.0
+        self._next, self._due = 0.0, True
         self.limit = self.memory = 0
         self._look()
         if self._prior and self.limit == 0:
             raise self._nothing_fits()
 
     def begin(self) -> None:
-        """Call before a step: peaks are counted from here."""
+        """Call before a step: now and then peaks are counted anew from here."""
+        self._due = time.monotonic() >= self._next
+        if not self._due:
+            return  # smaller batches before a larger one do not hide its peak
         if self._on_device:
             backends.reset_device_peak()
         else:
@@ -56,7 +59,7 @@ class Headroom:
 
     def end(self, samples: int) -> None:
         """Call after a step that trained on `samples`; reads memory and limits only now and then."""
-        if samples <= 0 or (samples <= self._footprint.largest and time.monotonic() < self._next):
+        if samples <= 0 or not (self._due or samples > self._footprint.largest):
             return
         self._footprint.observe(samples, self._peak())
         before = self.limit

@@ -2,14 +2,15 @@
 
 `os.cpu_count()` and `psutil.virtual_memory()` describe the machine. Containers, batch systems and `taskset` give a
 process less, through control groups (version 1 or 2, at any level up to the root), its CPU affinity and `ulimit`: a
-batch size chosen by the machine's memory would get the process killed. Everything is read anew at each call, as limits
-and use change while a job runs.
+batch size chosen by the machine's memory would get the process killed. Limits and use are read anew at each call, as
+both change while a job runs.
 
 The functions take the folder in which to find `proc` and `sys`, so that recorded trees of other machines can be tested.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -119,12 +120,19 @@ def release_memory() -> bool:
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control groups that `controller` governs, from its own up to the root."""
+    yield from _folders(root, controller, _text(root / "proc/self/cgroup"))
+
+
+@functools.lru_cache(maxsize=32)
+def _folders(root: Path, controller: str, membership: str) -> tuple[Path, ...]:
+    """Return what :func:`_groups` yields; mounts are looked at only once, which takes most of the time."""
     paths = {}
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in membership.splitlines():
         _, names, path = line.split(":", 2)
         # Version 2 has one line without names, and all controllers in one tree.
         if not names or controller in names.split(","):
             paths["cgroup" if names else "cgroup2"] = path
+    found: list[Path] = []
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, filesystem = line.partition(" - ")
         kind, _, options = filesystem.split(" ", 2)
@@ -132,7 +140,8 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         _, _, _, mount_root, mount_point = mount.split(" ")[:5]
         top = root / _unescape(mount_point).lstrip("/")
-        yield from _upwards(top, paths[kind], mount_root)
+        found.extend(_upwards(top, paths[kind], mount_root))
+    return tuple(found)
 
 
 def _upwards(top: Path, path: str, mount_root: str) -> Iterator[Path]:
