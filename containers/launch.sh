@@ -29,7 +29,9 @@ start() {  # NAME OPTION... IMAGE COMMAND...
   "${engine[@]}" run --rm --name "$name" --network host "${options[@]}" "$@"
 }
 
-trap '"${engine[@]}" rm --force "$job" "${names[@]}" >/dev/null 2>&1 || true' EXIT
+# Whatever ends this script ends them: a container outlives the command that has started it.
+trap '"${engine[@]}" kill "$job" "${names[@]}" >/dev/null 2>&1 || true' EXIT
+trap 'exit 130' INT TERM
 
 # With the manual launcher, mpiexec prints for each of its hosts the command that is to run there: here in a container.
 # The names of the containers stand for hosts, so that MPI does not look for memory that containers do not share.
