@@ -1,4 +1,4 @@
-"""The files for containers agree with each other and with their guide; the benchmark's control groups limit and vanish."""
+"""The files for containers agree with each other and with their guide; the control groups of the benchmark work."""
 
 import os
 import re
