@@ -68,6 +68,7 @@ class Footprint:
         if size < self.largest < samples:
             size = self.largest
         self._rungs = [rung for rung in self._rungs if rung[0] < samples]
+        self._excess.clear()  # it was that of another largest size
         self._refused = size, room
         return size
 
