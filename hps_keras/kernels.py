@@ -7,7 +7,8 @@ The kernels are serial and release the interpreter's lock: a rank has few cores,
 them. Nothing here may depend on the machine that compiled it, because what one side encodes another decodes: no
 multiplication is fused with an addition, no sum reordered, except in :func:`_squares`, which only informs.
 
-Inner loops run over slices from 0, not over offsets: numba would have to look at the sign of each index.
+Helpers take an array and where in it to begin, both counted in uint64: numba looks at the sign of a signed index, and
+counts references for each slice, which costs more than the loop over a bucket.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 
 BUCKET = 512
 """Elements that share a scale."""
 
-# Scales between these two leave every product in the normal range of float32; others are computed in float64.
+# Scales between these two leave every product in the normal range of float32; other buckets are moved into it.
 _LEAST = np.float32(2.0**-90)
 _MOST = np.float32(2.0**120)
+# The largest scale that is sent: no code times its step may round to infinity. The difference is far below a step.
+_TOP = np.float32(2.0**128 * (1 - 2.0**-20))
 _HUGE = np.float32(np.finfo(np.float32).max)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITE = np.int32(0x7F800000)
@@ -32,9 +37,13 @@ _ONE = np.float32(1)
 _HALF = np.float32(0.5)
 _ZERO = np.float32(0)
 _UNIT = np.float32(2.0**-24)
+_BLOCK = np.uint64(4096)
 
 START, SIZE, FIRST, PLACE = 0, 1, 2, 3
-"""Columns of a table of runs: first element, elements, first bucket, first byte (16 bits: first pair) of its code."""
+"""Columns of a table of runs, uint64: first element, elements, first bucket, first byte (16 bits: pair) of its code."""
+
+_BUCKET = np.uint64(BUCKET)
+_0, _1, _2, _4, _7, _8, _16 = (np.uint64(n) for n in (0, 1, 2, 4, 7, 8, 16))
 
 
 def _compiled(**options: Any) -> Callable[[Callable], Any]:
@@ -56,74 +65,121 @@ def _compiled(**options: Any) -> Callable[[Callable], Any]:
 def finite(patterns, runs):  # type: ignore[no-untyped-def]
     """Whether no element is NaN or infinite; `patterns` are the floats read as int32."""
     for run in range(len(runs)):
-        begin, end = runs[run, START], runs[run, START] + runs[run, SIZE]
+        begin = runs[run, START]
+        end = begin + runs[run, SIZE]
         while begin < end:
-            block = patterns[begin : min(begin + 4096, end)]
             most = np.int32(0)
-            for i in range(len(block)):
-                most = max(most, np.int32(block[i] & _MAGNITUDE))
+            for i in range(min(_BLOCK, end - begin)):
+                most = max(most, np.int32(patterns[begin + i] & _MAGNITUDE))
             if most >= _INFINITE:
                 return False
-            begin += 4096
+            begin += _BLOCK
     return True
 
 
+@intrinsic
+def _float_of(context, pattern):  # type: ignore[no-untyped-def]
+    """The float32 whose bits are those of an int32."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.float32(types.int32), generate
+
+
+@_compiled()
+def _largest(patterns, at):  # type: ignore[no-untyped-def]
+    """Maximum of |x| in a bucket. Patterns of positive floats are in the floats' order, and integers are faster."""
+    most = np.int32(0)
+    for i in range(_BUCKET):
+        most = max(most, np.int32(patterns[at + i] & _MAGNITUDE))
+    return _float_of(most)
+
+
 @_compiled(fastmath={"reassoc", "contract", "nsz"})
-def _squares(x):  # type: ignore[no-untyped-def]
+def _squares(x, at, count):  # type: ignore[no-untyped-def]
     """Sum of squares, in any order."""
     total = 0.0
-    for i in range(len(x)):
-        total += np.float64(x[i]) * np.float64(x[i])
+    for i in range(count):
+        total += np.float64(x[at + i]) * np.float64(x[at + i])
     return total
 
 
-# What is encoded is finite, or infinite where a sum was too large, never NaN; and zeros have no sign in a maximum.
-@_compiled(fastmath={"nnan", "nsz"})
-def _largest(x):  # type: ignore[no-untyped-def]
-    """Maximum of |x|, at least 0."""
-    most = _ZERO
-    for i in range(len(x)):
-        most = max(most, abs(x[i]))
-    return most
+@_compiled()
+def _copy(given, begin, x, at, count):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        x[at + i] = given[begin + i]
 
 
 @_compiled()
-def _clamp(x):  # type: ignore[no-untyped-def]
+def _add(given, begin, x, at, count):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        x[at + i] += given[begin + i]
+
+
+@_compiled()
+def _subtract(given, known, begin, x, count):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        x[i] = given[begin + i] - known[begin + i]
+
+
+@_compiled()
+def _fill(x, begin, end, value):  # type: ignore[no-untyped-def]
+    for i in range(begin, end):
+        x[i] = value
+
+
+@_compiled()
+def _multiply(x, at, factor):  # type: ignore[no-untyped-def]
+    for i in range(_BUCKET):
+        x[at + i] *= factor
+
+
+@_compiled()
+def _clamp(x, at):  # type: ignore[no-untyped-def]
     """Replaces infinities by the largest finite numbers."""
-    for i in range(len(x)):
-        x[i] = min(max(x[i], -_HUGE), _HUGE)
+    for i in range(_BUCKET):
+        x[at + i] = min(max(x[at + i], -_HUGE), _HUGE)
 
 
 @_compiled()
-def _total(x, half):  # type: ignore[no-untyped-def]
-    """Sum of |x| over a whole bucket, in an order that vectors can follow: halves are added until one number is left."""
-    width = BUCKET // 2
-    low, high = x[:width], x[width:]
+def _total(x, at, half):  # type: ignore[no-untyped-def]
+    """Sum of |x| over a bucket, in an order that vectors can follow: halves are added until one number is left."""
+    width = _BUCKET // _2
     for i in range(width):
-        half[i] = abs(low[i]) + abs(high[i])
-    while width > 1:
-        width //= 2
-        high = half[width : 2 * width]
+        half[i] = abs(x[at + i]) + abs(x[at + width + i])
+    while width > _1:
+        width //= _2
         for i in range(width):
-            half[i] += high[i]
-    return half[0]
+            half[i] += half[width + i]
+    return half[_0]
 
 
 @_compiled()
-def _mean(x, count, half):  # type: ignore[no-untyped-def]
+def _mean(x, at, count, half):  # type: ignore[no-untyped-def]
     """Mean of |x| over the first `count` elements of a bucket; what follows them is 0."""
-    total = _total(x, half)
+    total = _total(x, at, half)
     if total <= _HUGE:
         return np.float32(total / np.float32(count))
     exact = 0.0
-    for i in range(len(x)):
-        exact += np.float64(abs(x[i]))
-    return np.float32(exact / count)
+    for i in range(_BUCKET):
+        exact += np.float64(abs(x[at + i]))
+    return np.float32(exact / np.float64(count))
+
+
+@_compiled()
+def _power(scale):  # type: ignore[no-untyped-def]
+    """Power of two that takes a bucket of this scale to where products are normal numbers."""
+    if scale > _MOST:
+        return np.float32(2.0**-64)
+    if _ZERO < scale < _LEAST:
+        return np.float32(2.0**96)
+    return _ONE
 
 
 @_compiled()
 def _uniform(position, key, other):  # type: ignore[no-untyped-def]
-    """A number in [0, 1) of 24 random bits: a hash of the position with two keys (lowbias32, Wellons 2018)."""
+    """A number in [0, 1) of 24 random bits: a hash of the position with two keys (after lowbias32, Wellons 2018)."""
     z = np.uint32(position ^ key)
     z = np.uint32(z ^ (z >> np.uint32(16)))
     z = np.uint32(z * np.uint32(0x7FEB352D))
@@ -131,288 +187,259 @@ def _uniform(position, key, other):  # type: ignore[no-untyped-def]
     z = np.uint32(z ^ (z >> np.uint32(15)))
     z = np.uint32(z * np.uint32(0x846CA68B))
     z = np.uint32(z ^ (z >> np.uint32(16)))
-    return np.float32(z >> np.uint32(8)) * _UNIT
+    return np.float32(np.int32(z >> np.uint32(8))) * _UNIT
 
 
 @_compiled()
-def _round_nearest(x, codes, inverse, step, levels):  # type: ignore[no-untyped-def]
-    """codes = round(x / step) + levels; x keeps the error. In float32 or float64, as `inverse` and `step` are."""
+def _round_nearest(x, at, codes, to, count, inverse, step, levels):  # type: ignore[no-untyped-def]
+    """codes = round(x / step) + levels; x keeps the error."""
     zero = np.int32(levels)
-    for i in range(len(x)):
-        q = np.rint(x[i] * inverse)
-        codes[i] = np.int32(q) + zero
-        x[i] -= np.float32(q * step)
+    for i in range(count):
+        q = np.rint(x[at + i] * inverse)
+        codes[to + i] = np.int32(np.int32(q) + zero)
+        x[at + i] -= q * step
 
 
 @_compiled()
-def _round_randomly(x, codes, inverse, step, levels, position, key, other):  # type: ignore[no-untyped-def]
+def _round_randomly(x, at, codes, to, count, inverse, step, levels, place, key, other):  # type: ignore[no-untyped-def]
     """As :func:`_round_nearest`, up with the probability of the fraction."""
     zero = np.int32(levels)
-    for i in range(len(x)):
-        y = x[i] * inverse
+    for i in range(count):
+        y = x[at + i] * inverse
         q = np.floor(y)
         # Compared, not added: a sum would round the random number, and the code would lean to one side.
-        if _uniform(np.uint32(position + np.uint32(i)), key, other) < y - q:
+        if _uniform(np.uint32(place + i), key, other) < y - q:
             q += _ONE
         q = min(max(q, -levels), levels)
-        codes[i] = np.int32(q) + zero
-        x[i] -= np.float32(q * step)
+        codes[to + i] = np.int32(np.int32(q) + zero)
+        x[at + i] -= q * step
 
 
 @_compiled()
-def _signs(x, codes, scale):  # type: ignore[no-untyped-def]
+def _signs(x, at, codes, scale):  # type: ignore[no-untyped-def]
     """codes = 1 where x >= 0; x keeps the error to +-scale."""
-    for i in range(len(x)):
-        positive = x[i] >= _ZERO
+    for i in range(_BUCKET):
+        positive = x[at + i] >= _ZERO
         codes[i] = positive
-        x[i] -= scale if positive else -scale
+        x[at + i] -= scale if positive else -scale
 
 
 @_compiled()
-def _random_signs(x, codes, scale, inverse, position, key, other):  # type: ignore[no-untyped-def]
+def _random_signs(x, at, codes, scale, place, key, other):  # type: ignore[no-untyped-def]
     """codes = 1 with the probability that makes +-scale equal x on average."""
-    for i in range(len(x)):
-        positive = _uniform(np.uint32(position + np.uint32(i)), key, other) < _HALF + _HALF * (x[i] * inverse)
+    divisor = scale if scale > _ZERO else _ONE
+    for i in range(_BUCKET):
+        positive = _uniform(np.uint32(place + i), key, other) < _HALF + _HALF * (x[at + i] / divisor)
         codes[i] = positive
-        x[i] -= scale if positive else -scale
+        x[at + i] -= scale if positive else -scale
 
 
 @_compiled()
-def _pack(codes, bits, packed):  # type: ignore[no-untyped-def]
-    """Puts 2, 4 or 8 codes into a byte. Byte i holds elements i, i + w, ..., w = len(packed), the first one lowest."""
-    width = len(packed)
-    if bits == 4:
-        a, b = codes[:width], codes[width : 2 * width]
+def _pack(codes, bits, packed, to, width):  # type: ignore[no-untyped-def]
+    """Puts 2, 4 or 8 codes into a byte: byte i of `width` holds elements i, i + width, ..., the first one lowest."""
+    if bits == _4:
         for i in range(width):
-            packed[i] = a[i] | (b[i] << 4)
-        return
-    for i in range(width):
-        packed[i] = codes[i]
-    shift = bits
-    while shift < 8:
-        plane = codes[width * (shift // bits) : width * (shift // bits + 1)]
+            packed[to + i] = np.uint8(codes[i] | np.uint8(codes[width + i] << np.uint8(4)))
+    elif bits == _2:
         for i in range(width):
-            packed[i] |= np.uint8(plane[i] << np.uint8(shift))
-        shift += bits
+            low = np.uint8(codes[i] | np.uint8(codes[width + i] << np.uint8(2)))
+            high = np.uint8(codes[_2 * width + i] | np.uint8(codes[_2 * width + width + i] << np.uint8(2)))
+            packed[to + i] = np.uint8(low | np.uint8(high << np.uint8(4)))
+    else:
+        _fill(packed, to, to + width, np.uint8(0))
+        for plane in range(_8):
+            for i in range(width):
+                packed[to + i] |= np.uint8(codes[plane * width + i] << np.uint8(plane))
 
 
 @_compiled()
-def _quantize(x, codes, scale, levels, stochastic, position, key, other):  # type: ignore[no-untyped-def]
-    """Codes of one bucket at 2 bits or more; x keeps the error."""
-    if scale == 0 or _LEAST <= scale <= _MOST:
-        inverse = levels / scale if scale > 0 else _ZERO
-        step = scale / levels
-        if stochastic:
-            _round_randomly(x, codes, inverse, step, levels, position, key, other)
-        else:
-            _round_nearest(x, codes, inverse, step, levels)
-        return
-    exact_inverse = np.float64(levels) / np.float64(scale)
-    exact_step = np.float64(scale) / np.float64(levels)
+def _quantize(x, at, codes, to, count, scale, levels, stochastic, place, keys):  # type: ignore[no-untyped-def]
+    """Codes of `count` elements of a bucket at 2 bits or more; x keeps the error."""
+    power = _power(scale)
+    moved = scale * power
+    inverse = levels / moved if scale > _ZERO else _ZERO
+    step = moved / levels
+    if power != _ONE:
+        _multiply(x, at, power)
     if stochastic:
-        _round_randomly(x, codes, exact_inverse, exact_step, levels, position, key, other)
+        _round_randomly(x, at, codes, to, count, inverse, step, levels, place, keys[0], keys[1])
     else:
-        _round_nearest(x, codes, exact_inverse, exact_step, levels)
+        _round_nearest(x, at, codes, to, count, inverse, step, levels)
+    if power != _ONE:
+        _multiply(x, at, _ONE / power)
 
 
 @_compiled()
-def _encode_signs(x, count, codes, half, stochastic, position, key, other):  # type: ignore[no-untyped-def]
-    """Codes of one bucket at 1 bit; returns the scale."""
-    if not stochastic:
-        scale = _mean(x, count, half)
-        _signs(x, codes, scale)
-        return scale
-    scale = _largest(x)
-    inverse = 1.0 / np.float64(scale) if scale > 0 else 0.0
-    _random_signs(x, codes, scale, inverse, position, key, other)
-    return scale
+def _encode_bucket(  # type: ignore[no-untyped-def]
+    x, patterns, at, count, bits, levels, stochastic, place, keys, bytes_, pairs, to, codes, half
+):
+    """Encodes a bucket, of which `count` elements are sent and the rest is 0; x keeps the error.
 
-
-@_compiled()
-def _encode_bucket(x, count, bits, levels, stochastic, position, keys, bytes_, pairs, codes, half):  # type: ignore[no-untyped-def]
-    """Encodes a whole bucket, of which `count` elements are sent; x keeps the error; returns the scale."""
-    key, other = keys[0], keys[1]
-    scale = _largest(x)
-    if scale > _HUGE:
-        _clamp(x)
-        scale = _HUGE
-    if bits == 1:
-        scale = _encode_signs(x, count, codes, half, stochastic, position, key, other)
-    elif bits == 16:
-        _quantize(x[: len(pairs)], pairs, scale, levels, stochastic, position, key, other)
-    elif bits == 8:
-        _quantize(x[: len(bytes_)], bytes_, scale, levels, stochastic, position, key, other)
+    Returns the scale and the sums of squares of what was said and of the error.
+    """
+    said = _squares(x, at, count)
+    scale = _largest(patterns, at)
+    if scale > _TOP:
+        _clamp(x, at)
+        scale = _TOP
+    if bits == _8:
+        _quantize(x, at, bytes_, to, count, scale, levels, stochastic, place, keys)
+    elif bits == _16:
+        _quantize(x, at, pairs, to, count, scale, levels, stochastic, place, keys)
     else:
-        _quantize(x, codes, scale, levels, stochastic, position, key, other)
-    if bits < 8:
-        _pack(codes, bits, bytes_)
-    return scale
+        if bits > _1:
+            _quantize(x, at, codes, _0, _BUCKET, scale, levels, stochastic, place, keys)
+        elif stochastic:
+            _random_signs(x, at, codes, scale, place, keys[0], keys[1])
+        else:
+            scale = _mean(x, at, count, half)
+            _signs(x, at, codes, scale)
+        _pack(codes, bits, bytes_, to, (count * bits + _7) // _8)
+    return scale, said, _squares(x, at, count)
 
 
 @_compiled()
-def _add_plane(code, shift, mask, gain, zero, unit, into):  # type: ignore[no-untyped-def]
-    """Adds decoded elements, at most the largest finite number; all of one plane of the bytes, or of the pairs."""
-    for i in range(len(into)):
-        value = np.int32(((code[i] >> shift) & mask) * gain) - zero
-        total = into[i] + np.float32(np.float32(value) * unit)
+def _add_plane(code, to, shift, mask, gain, zero, unit, back, into, begin, count):  # type: ignore[no-untyped-def]
+    """Adds decoded elements, at most the largest finite number: one plane of the bytes, or the pairs."""
+    for i in range(count):
+        q = np.int32(np.int32(np.int32(np.int32(code[to + i]) >> shift) & mask) * gain) - zero
+        total = into[begin + i] + np.float32(np.int32(q)) * unit * back
         total = _HUGE if total > _HUGE else total
-        into[i] = -_HUGE if total < -_HUGE else total
+        into[begin + i] = -_HUGE if total < -_HUGE else total
 
 
 @_compiled()
-def _write_plane(code, shift, mask, gain, zero, unit, into):  # type: ignore[no-untyped-def]
+def _write_plane(code, to, shift, mask, gain, zero, unit, back, into, begin, count):  # type: ignore[no-untyped-def]
     """Writes decoded elements."""
-    for i in range(len(into)):
-        value = np.int32(((code[i] >> shift) & mask) * gain) - zero
-        into[i] = np.float32(np.float32(value) * unit)
+    for i in range(count):
+        q = np.int32(np.int32(np.int32(np.int32(code[to + i]) >> shift) & mask) * gain) - zero
+        into[begin + i] = np.float32(np.int32(q)) * unit * back
 
 
 @_compiled()
-def _decode_bucket(bytes_, pairs, bits, levels, scale, factor, add, into):  # type: ignore[no-untyped-def]
+def _decode_bucket(bytes_, pairs, to, bits, levels, scale, factor, add, into, begin, count):  # type: ignore[no-untyped-def]
     """Writes or adds factor times one bucket."""
-    if scale == 0 or _LEAST <= scale <= _MOST:
-        _decode_planes(bytes_, pairs, bits, levels, np.float32(factor * (scale / levels)), add, into)
-    else:
-        exact_step = np.float64(scale) / np.float64(levels)
-        _decode_planes(bytes_, pairs, bits, levels, np.float64(factor) * exact_step, add, into)
-
-
-@_compiled()
-def _decode_planes(bytes_, pairs, bits, levels, unit, add, into):  # type: ignore[no-untyped-def]
-    zero = np.int32(levels)
-    if bits == 16:
+    power = _power(scale)
+    unit, back = factor * (scale * power / levels), _ONE / power
+    zero, shift, gain = np.int32(levels), np.int32(0), np.int32(2 if bits == _1 else 1)
+    if bits == _16:
+        mask = np.int32(0xFFFF)
         if add:
-            _add_plane(pairs, np.int32(0), np.int32(0xFFFF), np.int32(1), zero, unit, into)
+            _add_plane(pairs, to, shift, mask, gain, zero, unit, back, into, begin, count)
         else:
-            _write_plane(pairs, np.int32(0), np.int32(0xFFFF), np.int32(1), zero, unit, into)
+            _write_plane(pairs, to, shift, mask, gain, zero, unit, back, into, begin, count)
         return
-    width = len(bytes_)
-    mask = np.int32((1 << bits) - 1)
-    gain = np.int32(2 if bits == 1 else 1)
-    for plane in range(8 // bits):
-        part = into[min(plane * width, len(into)) : min((plane + 1) * width, len(into))]
+    mask = np.int32((_1 << bits) - _1)
+    width, done = (count * bits + _7) // _8, _0
+    while done < count:
+        part = min(width, count - done)
         if add:
-            _add_plane(bytes_, np.int32(plane * bits), mask, gain, zero, unit, part)
+            _add_plane(bytes_, to, shift, mask, gain, zero, unit, back, into, begin + done, part)
         else:
-            _write_plane(bytes_, np.int32(plane * bits), mask, gain, zero, unit, part)
-
-
-@_compiled()
-def _code_of(run, offset, count, bits, bytes_, pairs):  # type: ignore[no-untyped-def]
-    """The parts of the code that hold a bucket `offset` elements into a run: bytes, pairs."""
-    if bits == 16:
-        place = run[PLACE] + offset
-        return bytes_[:0], pairs[place : place + count]
-    place = run[PLACE] + offset * bits // 8
-    return bytes_[place : place + (count * bits + 7) // 8], pairs[:0]
+            _write_plane(bytes_, to, shift, mask, gain, zero, unit, back, into, begin + done, part)
+        done += width
+        shift = np.int32(shift + np.int32(bits))
 
 
 @_compiled()
 def encode(  # type: ignore[no-untyped-def]
     values, residual, feedback, runs, bits, levels, stochastic, keys, scales, bytes_, pairs, squares
 ):
-    """Encodes the runs, with or without a residual; adds each run's squares of errors and of values to `squares`."""
-    scratch, half = np.zeros(BUCKET, np.float32), np.empty(BUCKET // 2, np.float32)
+    """Encodes the runs, with or without a residual; writes each run's squares of errors and of values to `squares`."""
+    x, half = np.empty(BUCKET, np.float32), np.empty(BUCKET // 2, np.float32)
     codes = np.empty(BUCKET, np.uint8)
+    patterns, kept = x.view(np.int32), residual.view(np.int32)
     for r in range(len(runs)):
-        run = runs[r]
-        for offset in range(0, run[SIZE], BUCKET):
-            begin, count = run[START] + offset, min(BUCKET, run[SIZE] - offset)
-            given = values[begin : begin + count]
-            x = scratch
-            if count < BUCKET:
-                x[count:] = _ZERO
-            if feedback:
-                kept = residual[begin : begin + count]
-                if count == BUCKET:
-                    x = kept
-                else:
-                    x[:count] = kept
-                _accumulate(given, x)
+        size, offset, bucket = runs[r, SIZE], _0, runs[r, FIRST]
+        errors = values_squared = 0.0
+        while offset < size:
+            begin, count = runs[r, START] + offset, min(_BUCKET, size - offset)
+            to = runs[r, PLACE] + (offset if bits == _16 else offset * bits // _8)
+            if feedback and count == _BUCKET:
+                _add(values, begin, residual, begin, count)
+                scale, said, error = _encode_bucket(
+                    residual, kept, begin, count, bits, levels, stochastic, begin, keys, bytes_, pairs, to, codes, half
+                )
             else:
-                x[:count] = given
-            squares[r, 1] += _squares(x)
-            code, code16 = _code_of(run, offset, count, bits, bytes_, pairs)
-            scales[run[FIRST] + offset // BUCKET] = _encode_bucket(
-                x, count, bits, levels, stochastic, np.uint32(begin), keys, code, code16, codes, half
-            )
-            squares[r, 0] += _squares(x[:count])
-            if feedback and count < BUCKET:
-                residual[begin : begin + count] = x[:count]
-
-
-@_compiled()
-def _accumulate(given, x):  # type: ignore[no-untyped-def]
-    for i in range(len(given)):
-        x[i] += given[i]
-
-
-@_compiled()
-def _subtract(given, known, x):  # type: ignore[no-untyped-def]
-    for i in range(len(given)):
-        x[i] = given[i] - known[i]
+                _copy(values, begin, x, _0, count)
+                _fill(x, count, _BUCKET, _ZERO)
+                if feedback:
+                    _add(residual, begin, x, _0, count)
+                scale, said, error = _encode_bucket(
+                    x, patterns, _0, count, bits, levels, stochastic, begin, keys, bytes_, pairs, to, codes, half
+                )
+                if feedback:
+                    _copy(x, _0, residual, begin, count)
+            scales[bucket] = scale
+            errors += error
+            values_squared += said
+            bucket += _1
+            offset += _BUCKET
+        squares[r, 0], squares[r, 1] = errors, values_squared
 
 
 @_compiled()
 def encode_difference(  # type: ignore[no-untyped-def]
     values, known, runs, bits, levels, stochastic, keys, scales, bytes_, pairs, squares
 ):
-    """Encodes values - known and adds what :func:`decode` will add on the other side to `known`."""
-    scratch, half = np.zeros(BUCKET, np.float32), np.empty(BUCKET // 2, np.float32)
+    """Encodes values - known and adds to `known` what :func:`decode` will add on the other side."""
+    x, half = np.empty(BUCKET, np.float32), np.empty(BUCKET // 2, np.float32)
     codes = np.empty(BUCKET, np.uint8)
+    patterns = x.view(np.int32)
     for r in range(len(runs)):
-        run = runs[r]
-        for offset in range(0, run[SIZE], BUCKET):
-            begin, count = run[START] + offset, min(BUCKET, run[SIZE] - offset)
-            scratch[count:] = _ZERO
-            held = known[begin : begin + count]
-            _subtract(values[begin : begin + count], held, scratch)
-            squares[r, 1] += _squares(scratch)
-            code, code16 = _code_of(run, offset, count, bits, bytes_, pairs)
-            scale = _encode_bucket(
-                scratch, count, bits, levels, stochastic, np.uint32(begin), keys, code, code16, codes, half
+        size, offset, bucket = runs[r, SIZE], _0, runs[r, FIRST]
+        errors = values_squared = 0.0
+        while offset < size:
+            begin, count = runs[r, START] + offset, min(_BUCKET, size - offset)
+            to = runs[r, PLACE] + (offset if bits == _16 else offset * bits // _8)
+            _subtract(values, known, begin, x, count)
+            _fill(x, count, _BUCKET, _ZERO)
+            scale, said, error = _encode_bucket(
+                x, patterns, _0, count, bits, levels, stochastic, begin, keys, bytes_, pairs, to, codes, half
             )
-            scales[run[FIRST] + offset // BUCKET] = scale
-            squares[r, 0] += _squares(scratch[:count])
-            _decode_bucket(code, code16, bits, levels, scale, _ONE, True, held)
+            _decode_bucket(bytes_, pairs, to, bits, levels, scale, _ONE, True, known, begin, count)
+            scales[bucket] = scale
+            errors += error
+            values_squared += said
+            bucket += _1
+            offset += _BUCKET
+        squares[r, 0], squares[r, 1] = errors, values_squared
 
 
 @_compiled()
 def decode(scales, bytes_, pairs, runs, bits, levels, factor, add, into):  # type: ignore[no-untyped-def]
     """Writes factor times the decoded runs into `into`, or adds them to it."""
     for r in range(len(runs)):
-        run = runs[r]
-        for offset in range(0, run[SIZE], BUCKET):
-            begin, count = run[START] + offset, min(BUCKET, run[SIZE] - offset)
-            code, code16 = _code_of(run, offset, count, bits, bytes_, pairs)
-            scale = scales[run[FIRST] + offset // BUCKET]
-            _decode_bucket(code, code16, bits, levels, scale, factor, add, into[begin : begin + count])
+        size, offset, bucket = runs[r, SIZE], _0, runs[r, FIRST]
+        while offset < size:
+            begin, count = runs[r, START] + offset, min(_BUCKET, size - offset)
+            to = runs[r, PLACE] + (offset if bits == _16 else offset * bits // _8)
+            _decode_bucket(bytes_, pairs, to, bits, levels, scales[bucket], factor, add, into, begin, count)
+            bucket += _1
+            offset += _BUCKET
 
 
 @_compiled()
 def send_plain(values, residual, feedback, runs, plain):  # type: ignore[no-untyped-def]
     """Copies runs that travel in float32, with their residual, which ends as 0."""
     for r in range(len(runs)):
-        begin, end = runs[r, START], runs[r, START] + runs[r, SIZE]
-        x = plain[runs[r, PLACE] : runs[r, PLACE] + runs[r, SIZE]]
-        x[:] = values[begin:end]
+        begin, to, count = runs[r, START], runs[r, PLACE], runs[r, SIZE]
+        _copy(values, begin, plain, to, count)
         if feedback:
-            kept = residual[begin:end]
-            for i in range(len(x)):
-                x[i] = min(max(x[i] + kept[i], -_HUGE), _HUGE)
-            kept[:] = _ZERO
+            for i in range(count):
+                plain[to + i] = min(max(plain[to + i] + residual[begin + i], -_HUGE), _HUGE)
+            _fill(residual, begin, begin + count, _ZERO)
 
 
 @_compiled()
 def receive_plain(plain, runs, factor, add, into):  # type: ignore[no-untyped-def]
     """Writes or adds factor times what :func:`send_plain` copied."""
     for r in range(len(runs)):
-        x = plain[runs[r, PLACE] : runs[r, PLACE] + runs[r, SIZE]]
-        target = into[runs[r, START] : runs[r, START] + runs[r, SIZE]]
+        begin, to, count = runs[r, START], runs[r, PLACE], runs[r, SIZE]
         if not add:
-            target[:] = x
+            _copy(plain, to, into, begin, count)
             continue
-        for i in range(len(x)):
-            total = target[i] + np.float32(factor * x[i])
+        for i in range(count):
+            total = into[begin + i] + factor * plain[to + i]
             total = _HUGE if total > _HUGE else total
-            target[i] = -_HUGE if total < -_HUGE else total
+            into[begin + i] = -_HUGE if total < -_HUGE else total

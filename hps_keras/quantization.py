@@ -89,12 +89,12 @@ class Codec:
             rows.append((tensor.offset, tensor.size, buckets, place))
             buckets += -(-tensor.size // kernels.BUCKET)
             place += -(-tensor.size * self.bits // unit)
-        self._coded = np.array(rows, np.int64).reshape(-1, 4)
+        self._coded = np.array(rows, np.uint64).reshape(-1, 4)
         self._code_bytes, rows, place = place * unit // 8, [], 0
         for tensor in plain:
             rows.append((tensor.offset, tensor.size, 0, place))
             place += tensor.size
-        self._plain = np.array(rows, np.int64).reshape(-1, 4)
+        self._plain = np.array(rows, np.uint64).reshape(-1, 4)
         self._first = 4 * buckets
         self._second = self._first + 4 * place
         self.nbytes = self._second + self._code_bytes
@@ -153,7 +153,7 @@ class Codec:
             kept,
             feedback,
             self._coded,
-            self.bits,
+            np.uint64(self.bits),
             self._levels,
             self._stochastic,
             self._keys(count),
@@ -189,7 +189,7 @@ class Codec:
             given,
             held,
             self._coded,
-            self.bits,
+            np.uint64(self.bits),
             self._levels,
             self._stochastic,
             self._keys(count),
@@ -199,7 +199,7 @@ class Codec:
             self._squares,
         )
         kernels.send_plain(given, held, False, self._plain, plain)
-        kernels.receive_plain(_frozen(plain), self._plain, np.float32(1), False, held)
+        kernels.receive_plain(plain, self._plain, np.float32(1), False, held)
         return True
 
     def decode(self, data: Any, into: np.ndarray) -> None:
@@ -226,7 +226,7 @@ class Codec:
         target = self._buffer("into", into, written=True)
         scales, plain, code, pairs = self._parts(self._received(data))
         single = np.float32(factor)
-        kernels.decode(scales, code, pairs, self._coded, self.bits, self._levels, single, add_codes, target)
+        kernels.decode(scales, code, pairs, self._coded, np.uint64(self.bits), self._levels, single, add_codes, target)
         kernels.receive_plain(plain, self._plain, single, add_plain, target)
 
     def _finite(self, values: np.ndarray) -> bool:
@@ -275,9 +275,8 @@ class Codec:
                 f"a message of {message.size} bytes arrived where {self.bits} bits of these parameters are "
                 f"{self.nbytes}: both sides must use the same width for the same model"
             )
-        if message.ctypes.data % 4:
-            message = message.copy()
-        return _frozen(message)
+        # The kernels are compiled for memory that can be written to, and for aligned floats.
+        return message if message.flags.writeable and not message.ctypes.data % 4 else message.copy()
 
 
 def checked_width(name: str, bits: Any) -> int:
