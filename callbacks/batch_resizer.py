@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -59,12 +60,12 @@ class BatchResizer(keras.callbacks.Callback):
         """Most samples in a batch that this worker has memory for; 0 while that is not known."""
         return self._headroom.limit if self._headroom else 0
 
-    def headroom(self, model: Any, sharers: int) -> Headroom:
+    def headroom(self, model: Any, sharers: Mapping[str, int]) -> Headroom:
         """Begins to measure what a model's batches need.
 
         Args:
             model: The model.
-            sharers: Workers on this machine.
+            sharers: How many workers take from each pool of memory on this machine.
         """
         self._headroom = Headroom(model, reserve=self.reserve, sharers=sharers)
         return self._headroom

@@ -111,7 +111,7 @@ class ParameterServer(keras.callbacks.Callback):
         else:
             self._draw_leases(elastic, fit)
             exchange.resizing = resizer.options if resizer else None
-            exchange.headroom = resizer.headroom(self.model, cluster.local_size()) if resizer else None
+            exchange.headroom = resizer.headroom(self.model, here.memory_sharers) if resizer else None
         original = _unguarded(self.model.train_function)
         step = backends.step(self.model)
         model = self.model  # reading it in a step makes Keras take over the step before's state, which JAX has reused

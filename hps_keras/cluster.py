@@ -16,15 +16,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from typing import Any, Literal, NoReturn
 
 from hps_keras import backends
 from hps_keras.errors import ConfigurationError, LaunchError
 from hps_keras.mpi import expected_world_size
-from hps_keras.resources import affinity, available_cpus
+from hps_keras.resources import affinity, available_cpus, memory_pools
 from hps_keras.wire import Header, Kind, Patience, Wire
 
 logger = logging.getLogger("hps_keras")
@@ -117,6 +118,7 @@ class Cluster:
         link: A worker's line to the server (:class:`hps_keras.link.Link`), once it has one.
         server: A parameter server's :class:`hps_keras.server.Server`, once it serves.
         busy: What the process is in the middle of ("fit"), or None: an exit then is a failure.
+        memory_sharers: How many workers of this machine take from each of this process's pools of memory.
     """
 
     comm: Any
@@ -129,6 +131,7 @@ class Cluster:
     busy: str | None = None
     link: Any = None
     server: Any = None
+    memory_sharers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_server(self) -> bool:
@@ -228,7 +231,7 @@ def init(
         atexit.register(_at_exit)
         return
     own = comm.Dup()
-    views = own.allgather((problem, servers, affinity()))
+    views = own.allgather((problem, servers, affinity(), memory_pools()))
     _refuse_together(own.rank, [view[0] for view in views], [view[1] for view in views])
     node_comm = own.Split_type(MPI.COMM_TYPE_SHARED)
     node = tuple(node_comm.allgather(own.rank))
@@ -237,6 +240,7 @@ def init(
     sharers = [len(cpus & views[r][2]) / max(len(views[r][2]), 1) for r in node]
     workers = tuple(r for r in range(own.size) if r not in servers)
     cluster = Cluster(own, own.rank, servers, workers, tuple(r for r in node if r in workers), settings)
+    cluster.memory_sharers = Counter(pool for r in cluster.node_workers for pool in views[r][3])
     crowded = sum(sharers) > len(cpus)
     cluster.wire = Wire(own, Patience(settings.polling == "spin", crowded), settings.timeout, cluster.name)
     if cluster.is_server and settings.server_device != "gpu":

@@ -41,6 +41,11 @@ class Footprint:
         return self._rungs[-1][0] if self._rungs else 0
 
     @property
+    def guessed(self) -> bool:
+        """Whether no two sizes have shown yet what a sample needs."""
+        return self._slope() is None
+
+    @property
     def per_sample(self) -> float | None:
         """Bytes that each further sample needs; None as long as nothing says it."""
         slope = self._slope()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from hps_keras import backends, resources
@@ -23,7 +25,8 @@ class Headroom:
         model: The Keras model that trains.
         reserve: Memory that batches never touch: bytes, or a share (below 1) of what the process may use.
         root: The folder that holds `proc` and `sys`.
-        sharers: Workers that take from the same memory; each may take its part of what is free.
+        sharers: How many workers take from each pool of memory, see :func:`hps_keras.resources.memory_pools`; each may
+            take its part of what is free. An accelerator is taken for the worker's own.
 
     Attributes:
         limit: Most samples in one batch; 0 unknown.
@@ -33,19 +36,29 @@ class Headroom:
         ConfigurationError: The reserve is impossible, or not even one sample fits beside it.
     """
 
-    def __init__(self, model: Any, reserve: float | int = 0.1, root: str = "/", sharers: int = 1) -> None:
-        self._reserve, self._root, self._sharers = checked_reserve(reserve), root, max(1, sharers)
+    def __init__(
+        self, model: Any, reserve: float | int = 0.1, root: str = "/", sharers: Mapping[str, int] | None = None
+    ) -> None:
+        self._reserve, self._root, self._sharers = checked_reserve(reserve), root, sharers
         self._on_device = backends.device_memory() is not None
         activations = activation_bytes(model)
         self._prior = activations and int(activations * (1 if self._on_device else _TEMPORARY[backends.name()]))
         self._footprint = Footprint(self._prior)
         self._footprint.observe(0, self._used())
         self._first = _step_bytes(model)
+        # TensorFlow's own allocator on CPUs gives nothing back, and a larger batch does not fit where a smaller one was.
+        system = os.environ.get("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "0").lower() in ("1", "true")
+        self._pooled = backends.name() == "tensorflow" and not self._on_device and not system
         self._next, self._due = 0.0, True
         self.limit = self.memory = 0
         self._look()
         if self._prior and self.limit == 0:
             raise self._nothing_fits()
+
+    @property
+    def guessed(self) -> bool:
+        """Whether no two sizes of batches have shown yet what a sample needs."""
+        return self._footprint.guessed
 
     def begin(self) -> None:
         """Call before a step: now and then peaks are counted anew from here."""
@@ -86,6 +99,9 @@ class Headroom:
         started = self._footprint.largest > 0
         # Before the first step its gradients and buffers are still to come.
         most = self._footprint.most(room if started else room - self._first)
+        largest, each = self._footprint.largest, self._footprint.per_sample
+        if most is not None and self._pooled and each and most > largest > 0:
+            most = max(largest, min(most, int((room - self._used()) / each)))
         # What trains now fits, and 0 would mean that nothing is known.
         self.limit = 0 if most is None else max(int(started), most)
         self._next = time.monotonic() + _PERIOD
@@ -94,8 +110,8 @@ class Headroom:
         """Bytes that this process may reach in all."""
         device = backends.device_memory()
         used = resources.resident_memory() if device is None else device.used
-        free = resources.available_memory(self._root) if device is None else device.free
-        whole = used + free // self._sharers
+        free = resources.available_memory(self._root, self._sharers) if device is None else device.free
+        whole = used + free
         return whole - int(self._reserve * whole if self._reserve < 1 else self._reserve)
 
     def _used(self) -> int:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 # Version 1 writes "no limit" as a number near 2**63, rounded down to pages.
 _UNLIMITED = 1 << 60
+_MACHINE = "machine"
 
 
 def affinity() -> frozenset[int]:
@@ -46,24 +47,43 @@ def available_cpus(root: str | Path = "/", affine: int | None = None) -> float:
     return min(shares)
 
 
-def available_memory(root: str | Path = "/") -> int:
+def available_memory(root: str | Path = "/", sharers: Mapping[str, int] | None = None) -> int:
     """Return how many more bytes this process can use before it swaps, is refused memory, or is killed.
 
     Args:
         root: The folder that holds `proc` and `sys`.
+        sharers: How many processes take from each of :func:`memory_pools`, when each is to have its part of what is
+            left there; 1 where nothing is said.
 
     Returns:
         The least of what the machine has available, what each control group leaves (its limit less its use, where file
         cache that can be dropped does not count as use), and what `RLIMIT_AS` leaves of the address space.
     """
-    root = Path(root)
-    rooms = [_machine_memory(root)]
+    root, sharers = Path(root), sharers or {}
+    rooms = [_machine_memory(root) // sharers.get(_MACHINE, 1)]
     for folder in _groups(root, "memory"):
-        rooms.extend(_group_memory(folder))
+        rooms.extend(left // sharers.get(_identity(folder), 1) for left in _group_memory(folder))
     address_space = _address_space(root)
     if address_space is not None:
         rooms.append(address_space)
     return max(0, min(rooms))
+
+
+def memory_pools(root: str | Path = "/") -> frozenset[str]:
+    """Return names of what this process shares memory with: its machine, and its control groups up to the root.
+
+    Two processes of one machine that have a name in common take from the same memory, in whatever containers they are.
+    """
+    return frozenset([_MACHINE, *map(_identity, _groups(Path(root), "memory"))])
+
+
+def _identity(folder: Path) -> str:
+    """Return a name of a control group that is the same in all containers, which see it by other paths."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return str(folder)
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def resident_memory() -> int:

@@ -7,6 +7,7 @@ speed of Tyagi & Sharma 2020 and LB-BSP.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -102,6 +103,7 @@ class BatchSizes:
         self._given = dict(batch_sizes)
         self._limits = {w: n for w, n in (limits or {}).items() if n > 0}
         self._memory = dict(memory or {})
+        self._reports: Counter[int] = Counter()  # how often each worker has told its limit
         self._growth = {worker: Growth() for worker in batch_sizes}
         self._sizes: dict[int, int] = {}  # of the present workers
         self._steps: dict[int, int] = {}  # of each when sizes last moved
@@ -128,6 +130,7 @@ class BatchSizes:
         A limit below the present size takes effect with the next size.
         """
         self._meet(worker)
+        self._reports[worker] += 1
         self._memory[worker] = memory
         if samples > 0:
             self._limits[worker] = samples
@@ -295,7 +298,14 @@ class BatchSizes:
 
     def _hard(self, present: Collection[int]) -> dict[int, int]:
         """The most samples that memory allows each worker."""
-        return {w: min(self._limits.get(w, self.total), self.total) if self._capped else self.total for w in present}
+        most = {w: min(self._limits.get(w, self.total), self.total) if self._capped else self.total for w in present}
+        everyone = len(present) == len(self._given)
+        guessed = any(w in self._limits and self._reports[w] < self.resizing.settle for w in present)
+        if everyone and guessed and sum(most.values()) < self.total:
+            # Before a step has shown what a batch needs, a limit is a cautious guess, which is no reason to give up: a
+            # worker that is given more than it has room for trains that in pieces.
+            return dict.fromkeys(present, self.total)
+        return most
 
     def _most(self, present: Collection[int]) -> dict[int, int]:
         """Upper bounds: memory, and the sizes beyond which a worker was found to be slower, if they hold B."""

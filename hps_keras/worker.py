@@ -120,7 +120,7 @@ class Exchange:
         if self.feed is not None and leases:
             first = {rank: Lease(start, samples) for rank, start, samples in leases["first"]}
             self.feed.start(self._seed, leases["number"], first[self.rank])
-            self.feed.piece = self._limit
+            self.feed.piece = self._piece(first[self.rank])
 
     def _resizing(self) -> dict[str, Any] | None:
         """What the server is to do about the sizes of batches."""
@@ -128,6 +128,13 @@ class Exchange:
         # What "auto" compares with WASP is BSP with shares.
         asked = self.resizing or (Resizing() if any(isinstance(m, Auto) for m in models) else None)
         return asked.to_json() if asked else None
+
+    def _piece(self, lease: Lease) -> int:
+        """Most samples of the lease's first batch, 0 for no bound."""
+        limit = self._limit
+        # Two sizes show what a sample needs; until then the limit is a cautious guess.
+        small = self.headroom is not None and self.headroom.guessed and lease.samples > limit
+        return max(1, limit // 2) if small and limit else limit
 
     @property
     def _limit(self) -> int:
@@ -207,6 +214,7 @@ class Exchange:
         while self.feed is not None and self.feed.more:  # a lease in pieces is one step, and one push
             for group in self.groups:
                 self._add_up(group, step)
+            self.feed.piece = self._limit
             self._train(step, train_function, arguments, again=True)
             self.last_samples += step.samples
         self.samples += self.last_samples
@@ -270,8 +278,9 @@ class Exchange:
     def _take_lease(self, answer: Header) -> None:
         self._lent = True
         if answer.batch_size:
-            self.feed.grant(Lease(answer.lease, answer.batch_size))
-            self.feed.piece = self._limit
+            lease = Lease(answer.lease, answer.batch_size)
+            self.feed.grant(lease)
+            self.feed.piece = self._piece(lease)
         else:
             self.epoch_over = True
         if answer.flags & Flag.STOP:

@@ -32,9 +32,9 @@ class Machine:
         self.free, self.used, self.step, self.now, self.looks, self.resets, self.released = 2000, 500, 0, 0.0, 0, 0, 0
         self.device = None
 
-    def available(self, root):
+    def available(self, root, sharers):
         self.looks += 1
-        return self.free * MIB
+        return self.free * MIB // (sharers or {}).get("machine", 1)
 
     def reset(self):
         self.resets += 1
@@ -97,7 +97,7 @@ def test_the_reserve_is_never_given_away(machine):
 
 
 def test_workers_that_share_the_memory_take_their_part(machine):
-    head = Headroom(model(), reserve=0, sharers=4)
+    head = Headroom(model(), reserve=0, sharers={"machine": 4})
     for samples in (25, 50, 100):
         machine.train(head, samples)
     assert head.limit == 125

@@ -81,7 +81,7 @@ class Limited:
     """A Headroom of numbers that the test chooses."""
 
     def __init__(self, limit, memory=1 << 20):
-        self.limit, self.memory, self.tried = limit, memory, []
+        self.limit, self.memory, self.tried, self.guessed = limit, memory, [], False
 
     def begin(self):
         pass
@@ -236,13 +236,13 @@ def automatic():
 
 
 def refused():
-    def fit(x, *callbacks):
+    def fit(*data, resizers):
         model = small(hps.DistributedOptimizer(optimizer()))
-        return error(lambda: model.fit(x, verbose=0, callbacks=[server_returns(), *callbacks]))
+        return error(lambda: model.fit(*data, verbose=0, callbacks=[server_returns(), *resizers]))
 
     return {
-        "ordinary": fit(problem()[0], resizer()),
-        "twice": fit(stream(), resizer(), resizer()),
+        "ordinary": fit(*problem(), resizers=[resizer()]),
+        "twice": fit(stream(), resizers=[resizer(), resizer()]),
     }
 
 

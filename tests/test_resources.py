@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hps_keras import resources
-from hps_keras.resources import affinity, available_cpus, available_memory
+from hps_keras.resources import affinity, available_cpus, available_memory, memory_pools
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -137,6 +137,27 @@ def test_v1_the_tightest_level_counts(tmp_path):
     root = tree(tmp_path, files)
     assert available_memory(root) == GIB
     assert available_cpus(root, affine=16) == 3.0
+
+
+def test_each_process_has_its_part_of_the_pools_that_it_shares(tmp_path):
+    """Two processes in groups of their own, below one that both are in: the parent's memory is halved, and no other."""
+    groups = {
+        **v2_group("job", maximum=3 * GIB),
+        **v2_group("job/a", maximum=GIB),
+        **v2_group("job/b", maximum=2 * GIB),
+    }
+    roots = [tree(tmp_path / name, {**v2(f"/job/{name}"), **groups}) for name in "ab"]
+    pools = [memory_pools(root) for root in roots]
+    assert all(len(names) == 4 for names in pools), "the machine, the root, the job and the group itself"
+    assert pools[0] & pools[1] == {"machine"}, "recorded trees are different folders"
+    job = next(name for name in pools[1] if name == str_identity(roots[1] / "sys/fs/cgroup/job"))
+    assert available_memory(roots[0], {"machine": 2}) == GIB
+    assert available_memory(roots[1], {job: 2}) == 1.5 * GIB
+    assert available_memory(roots[1], {"machine": 64}) == GIB
+
+
+def str_identity(folder):
+    return f"{folder.stat().st_dev}:{folder.stat().st_ino}"
 
 
 def test_v1_limit_of_a_parent_that_the_container_does_not_show(tmp_path):

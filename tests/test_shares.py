@@ -283,7 +283,7 @@ def test_whatever_happens_sizes_add_up_within_limits(seed: int, shares: str, uni
             limits[worker] = int(random.integers(sizes.total, 2 * sizes.total))
             if random.random() < 0.5:
                 limits[worker] = int(random.integers(1, sizes.total + 1))
-            sizes.limit(worker, limits[worker], 2**30)
+            firmly(sizes, worker, limits[worker], 2**30)
         room = {w: min(limits.get(w, sizes.total), sizes.total) for w in present}
         left = int(random.integers(1, 3 * sizes.total))
         if sum(room.values()) < sizes.total and len(present) == count:
@@ -385,8 +385,25 @@ def test_a_limit_that_trembles_is_obeyed_and_not_told_each_time() -> None:
     assert 1 <= sum(line is not None for line in lines) <= 6
 
 
+def firmly(sizes: BatchSizes, worker: int, limit: int, memory: int) -> None:
+    """Tells a limit so often that it is no guess any more."""
+    for _ in range(sizes.resizing.settle):
+        sizes.limit(worker, limit, memory)
+
+
+def test_limits_that_are_guesses_refuse_nothing() -> None:
+    """Before steps have shown what a batch needs, a worker trains in pieces what it has no room for."""
+    sizes = BatchSizes(Resizing(), {1: 64, 2: 64, 3: 64}, limits={1: 50, 2: 15, 3: 50})
+    assert sizes.round([1, 2, 3], ANY) == {1: 64, 2: 64, 3: 64}
+    for worker, limit in ((1, 200), (2, 30), (3, 200)):
+        firmly(sizes, worker, limit, 2**30)
+    assert sizes.round([1, 2, 3], ANY) == {1: 81, 2: 30, 3: 81}
+
+
 def test_limits_that_cannot_hold_the_global_batch_are_refused_with_the_remedy() -> None:
-    sizes = BatchSizes(Resizing(), {1: 64, 2: 64, 3: 64}, limits={1: 70, 2: 15, 3: 80}, memory={2: 800 * 2**20})
+    sizes = BatchSizes(Resizing(), {1: 64, 2: 64, 3: 64})
+    for worker, limit in ((1, 70), (2, 15), (3, 80)):
+        firmly(sizes, worker, limit, 800 * 2**20)
     with pytest.raises(ConfigurationError) as raised:
         sizes.round([1, 2, 3], ANY)
     text = str(raised.value)

@@ -22,7 +22,7 @@ class BackendStep(Step):
         self._result = train_function(*arguments)
 
     def again(self, train_function: Callable[..., Any], arguments: Sequence[Any], batches: Iterator[Any]) -> None:
-        self.run(train_function, tensors(next(batches)))
+        self.run(train_function, [tensors(next(batches))])  # Keras takes a list of a batch for each step
 
     def result(self) -> Any:
         return self._result
