@@ -30,6 +30,8 @@ _LEAST = np.float32(2.0**-90)
 _MOST = np.float32(2.0**120)
 # The largest scale that is sent: no code times its step may round to infinity. The difference is far below a step.
 _TOP = np.float32(2.0**128 * (1 - 2.0**-20))
+# Numbers between these two have squares that float32 can add up.
+_SQUARE_LEAST, _SQUARE_MOST = np.float32(2.0**-50), np.float32(2.0**50)
 _HUGE = np.float32(np.finfo(np.float32).max)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITE = np.int32(0x7F800000)
@@ -97,8 +99,13 @@ def _largest(patterns, at):  # type: ignore[no-untyped-def]
 
 
 @_compiled(fastmath={"reassoc", "contract", "nsz"})
-def _squares(x, at, count):  # type: ignore[no-untyped-def]
-    """Sum of squares, in any order."""
+def _squares(x, at, count, scale):  # type: ignore[no-untyped-def]
+    """Sum of squares, in any order, of numbers up to `scale`."""
+    if _SQUARE_LEAST < scale < _SQUARE_MOST:
+        single = _ZERO
+        for i in range(count):
+            single += x[at + i] * x[at + i]
+        return np.float64(single)
     total = 0.0
     for i in range(count):
         total += np.float64(x[at + i]) * np.float64(x[at + i])
@@ -277,11 +284,11 @@ def _encode_bucket(  # type: ignore[no-untyped-def]
 
     Returns the scale and the sums of squares of what was said and of the error.
     """
-    said = _squares(x, at, count)
-    scale = _largest(patterns, at)
+    scale = largest = _largest(patterns, at)
     if scale > _TOP:
         _clamp(x, at)
         scale = _TOP
+    said = _squares(x, at, count, largest)
     if bits == _8:
         _quantize(x, at, bytes_, to, count, scale, levels, stochastic, place, keys)
     elif bits == _16:
@@ -295,25 +302,23 @@ def _encode_bucket(  # type: ignore[no-untyped-def]
             scale = _mean(x, at, count, half)
             _signs(x, at, codes, scale)
         _pack(codes, bits, bytes_, to, (count * bits + _7) // _8)
-    return scale, said, _squares(x, at, count)
+    return scale, said, _squares(x, at, count, largest)
 
 
 @_compiled()
-def _add_plane(code, to, shift, mask, gain, zero, unit, back, into, begin, count):  # type: ignore[no-untyped-def]
+def _add_plane(code, to, mask, zero, unit, back, into, begin, count):  # type: ignore[no-untyped-def]
     """Adds decoded elements, at most the largest finite number: one plane of the bytes, or the pairs."""
     for i in range(count):
-        q = np.int32(np.int32(np.int32(np.int32(code[to + i]) >> shift) & mask) * gain) - zero
-        total = into[begin + i] + np.float32(np.int32(q)) * unit * back
+        total = into[begin + i] + (np.float32(np.int32(code[to + i] & mask)) - zero) * unit * back
         total = _HUGE if total > _HUGE else total
         into[begin + i] = -_HUGE if total < -_HUGE else total
 
 
 @_compiled()
-def _write_plane(code, to, shift, mask, gain, zero, unit, back, into, begin, count):  # type: ignore[no-untyped-def]
+def _write_plane(code, to, mask, zero, unit, back, into, begin, count):  # type: ignore[no-untyped-def]
     """Writes decoded elements."""
     for i in range(count):
-        q = np.int32(np.int32(np.int32(np.int32(code[to + i]) >> shift) & mask) * gain) - zero
-        into[begin + i] = np.float32(np.int32(q)) * unit * back
+        into[begin + i] = (np.float32(np.int32(code[to + i] & mask)) - zero) * unit * back
 
 
 @_compiled()
@@ -321,24 +326,26 @@ def _decode_bucket(bytes_, pairs, to, bits, levels, scale, factor, add, into, be
     """Writes or adds factor times one bucket."""
     power = _power(scale)
     unit, back = factor * (scale * power / levels), _ONE / power
-    zero, shift, gain = np.int32(levels), np.int32(0), np.int32(2 if bits == _1 else 1)
     if bits == _16:
-        mask = np.int32(0xFFFF)
         if add:
-            _add_plane(pairs, to, shift, mask, gain, zero, unit, back, into, begin, count)
+            _add_plane(pairs, to, np.uint16(0xFFFF), levels, unit, back, into, begin, count)
         else:
-            _write_plane(pairs, to, shift, mask, gain, zero, unit, back, into, begin, count)
+            _write_plane(pairs, to, np.uint16(0xFFFF), levels, unit, back, into, begin, count)
         return
-    mask = np.int32((_1 << bits) - _1)
+    zero = levels
+    if bits == _1:
+        zero, unit = _HALF, unit + unit  # (c - 1/2) 2 scale
+    mask, shift = np.uint8((_1 << bits) - _1), np.float32(_1 << bits)
     width, done = (count * bits + _7) // _8, _0
     while done < count:
         part = min(width, count - done)
         if add:
-            _add_plane(bytes_, to, shift, mask, gain, zero, unit, back, into, begin + done, part)
+            _add_plane(bytes_, to, mask, zero, unit, back, into, begin + done, part)
         else:
-            _write_plane(bytes_, to, shift, mask, gain, zero, unit, back, into, begin + done, part)
+            _write_plane(bytes_, to, mask, zero, unit, back, into, begin + done, part)
+        # The next plane's codes are not shifted down: all else is, exactly, by a power of two.
+        mask, zero, unit = np.uint8(mask << np.uint8(bits)), zero * shift, unit / shift
         done += width
-        shift = np.int32(shift + np.int32(bits))
 
 
 @_compiled()
