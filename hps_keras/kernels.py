@@ -107,6 +107,8 @@ def _squares(x, at, count, scale):  # type: ignore[no-untyped-def]
             single += x[at + i] * x[at + i]
         return np.float64(single)
     total = 0.0
+    if scale == _ZERO:
+        return total
     for i in range(count):
         total += np.float64(x[at + i]) * np.float64(x[at + i])
     return total
@@ -199,7 +201,7 @@ def _uniform(position, key, other):  # type: ignore[no-untyped-def]
 
 @_compiled()
 def _round_nearest(x, at, codes, to, count, inverse, step, levels):  # type: ignore[no-untyped-def]
-    """codes = round(x / step) + levels; x keeps the error."""
+    """Sets codes = round(x / step) + levels; x keeps the error."""
     zero = np.int32(levels)
     for i in range(count):
         q = np.rint(x[at + i] * inverse)
@@ -224,7 +226,7 @@ def _round_randomly(x, at, codes, to, count, inverse, step, levels, place, key, 
 
 @_compiled()
 def _signs(x, at, codes, scale):  # type: ignore[no-untyped-def]
-    """codes = 1 where x >= 0; x keeps the error to +-scale."""
+    """Sets codes = 1 where x >= 0; x keeps the error to +-scale."""
     for i in range(_BUCKET):
         positive = x[at + i] >= _ZERO
         codes[i] = positive
@@ -232,13 +234,14 @@ def _signs(x, at, codes, scale):  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def _random_signs(x, at, codes, scale, place, key, other):  # type: ignore[no-untyped-def]
-    """codes = 1 with the probability that makes +-scale equal x on average."""
+def _random_signs(x, at, codes, count, scale, place, key, other):  # type: ignore[no-untyped-def]
+    """Sets codes = 1 with the probability that makes +-scale equal x on average."""
     divisor = scale if scale > _ZERO else _ONE
-    for i in range(_BUCKET):
+    for i in range(count):
         positive = _uniform(np.uint32(place + i), key, other) < _HALF + _HALF * (x[at + i] / divisor)
         codes[i] = positive
         x[at + i] -= scale if positive else -scale
+    _fill(codes, count, _BUCKET, np.uint8(1))
 
 
 @_compiled()
@@ -297,7 +300,7 @@ def _encode_bucket(  # type: ignore[no-untyped-def]
         if bits > _1:
             _quantize(x, at, codes, _0, _BUCKET, scale, levels, stochastic, place, keys)
         elif stochastic:
-            _random_signs(x, at, codes, scale, place, keys[0], keys[1])
+            _random_signs(x, at, codes, count, scale, place, keys[0], keys[1])
         else:
             scale = _mean(x, at, count, half)
             _signs(x, at, codes, scale)

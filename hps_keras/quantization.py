@@ -16,7 +16,7 @@ bits    scale of a bucket                      code of an element x, L = 2^(bits
 
 *Error feedback* (Karimireddy 2019): what a message could not say is kept in a residual and added to the next one. It
 goes with rounding to nearest. Without it, round stochastically, which is right on average (QSGD, Alistarh 2017); at
-1 bit the scale is then the largest \\|x\\|, too. Pulls need no residual: the sender knows what the receiver holds and
+1 bit the scale is then the largest, too. Pulls need no residual: the sender knows what the receiver holds and
 sends the difference to that, so an error in one message is part of the next difference.
 
 The loops are in :mod:`hps_keras.kernels`; importing this module loads numba. No MPI, no Keras.
@@ -219,7 +219,7 @@ class Codec:
         self._take(data, factor, into, add_codes=True, add_plain=True)
 
     def apply(self, data: Any, into: np.ndarray) -> None:
-        """Changes `into`, the receiver's copy, by what :meth:`encode_difference` wrote: bit by bit as the sender did."""
+        """Changes `into`, the receiver's copy, by what :meth:`encode_difference` wrote: bitwise as the sender did."""
         self._take(data, 1.0, into, add_codes=True, add_plain=False)
 
     def _take(self, data: Any, factor: float, into: np.ndarray, add_codes: bool, add_plain: bool) -> None:
