@@ -19,6 +19,7 @@ from keras import ops
 from hps_keras import backends
 from hps_keras.consistency import corrected_momentum
 from hps_keras.errors import ConfigurationError
+from hps_keras.fused import FusedUpdater, fits
 from hps_keras.layout import ParameterLayout, aligned_zeros
 from hps_keras.optimizer import known_classes
 from hps_keras.slots import slots_of
@@ -27,6 +28,7 @@ from hps_keras.slots import slots_of
 _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion")
 
 _MOMENTA = ("momentum", "beta_1")
+_FUSED_UP_TO = 1 << 23  # elements: it holds parameters and slots twice, which large models have no need of
 
 
 class ServerOptimizer:
@@ -74,7 +76,12 @@ class ServerOptimizer:
         if undecayed:
             self._optimizer.exclude_from_weight_decay(var_list=undecayed)
         self._optimizer.build(self._variables)
-        self._updater = backends.updater(self._optimizer, self._variables, gradients)
+        small = self.layout.elements <= _FUSED_UP_TO
+        self._updater: backends.Updater = (
+            FusedUpdater(self._optimizer, self._variables[0], self.gradient)
+            if self._flat and small and fits(self._optimizer)
+            else backends.updater(self._optimizer, self._variables, gradients)
+        )
         self._parameters: np.ndarray | None = None
 
     @property
@@ -99,8 +106,10 @@ class ServerOptimizer:
         """Takes other parameters, e.g. those with which a second `fit` begins."""
         self._parameters = None
         values = [parameters] if self._flat else self.layout.views(parameters)
+        self._updater.settle()  # the slots stay
         for variable, value in zip(self._variables, values):
             variable.assign(np.array(value))
+        self._updater.reload()
 
     def update(self, scale: float, rate: float, present: Sequence[int] | None) -> None:
         """Applies `scale` times the gradient with learning rate `rate`.
@@ -123,9 +132,11 @@ class ServerOptimizer:
             self._updater.apply(scale, rate, tuple(present))
 
     def _update_some(self, scale: float, rate: float, present: Sequence[int]) -> None:
+        self._updater.settle()
         arrays = [v for v in [*self._variables, *slots_of(self._optimizer)] if v.shape]
         before = [np.array(ops.convert_to_numpy(v)) for v in arrays]
         self._updater.apply(scale, rate, (0,))
+        self._updater.settle()
         for variable, old in zip(arrays, before):
             new = np.array(ops.convert_to_numpy(variable))
             for index, tensor in enumerate(self.layout.tensors):
@@ -133,6 +144,7 @@ class ServerOptimizer:
                     place = slice(tensor.offset, tensor.offset + tensor.size)
                     new[place] = old[place]
             variable.assign(new)
+        self._updater.reload()
 
     # -- under asynchrony --
 
@@ -198,12 +210,15 @@ class ServerOptimizer:
     def finalize(self) -> None:
         """Replaces the parameters by their moving averages, where the optimizer keeps some (EMA)."""
         self._parameters = None
+        self._updater.settle()
         self._optimizer.finalize_variable_values(self._variables)
+        self._updater.reload()
 
     # -- slots --
 
     def read_state(self) -> list[np.ndarray]:
         """The slots, one array each, in the order in which the workers' optimizer has them."""
+        self._updater.settle()
         slots = slots_of(self._optimizer)
         if not self._flat:
             return [ops.convert_to_numpy(v) for v in slots]
@@ -223,7 +238,9 @@ class ServerOptimizer:
         Raises:
             ConfigurationError: The slots are those of another optimizer.
         """
+        self._updater.settle()
         self._optimizer._iterations.assign(iterations)
+        self._updater.reload()
         if slots is None:
             return
         variables = slots_of(self._optimizer)

@@ -226,6 +226,12 @@ class Updater(ABC):
     def apply(self, scale: float, rate: float, present: tuple[int, ...]) -> None:
         """Applies `scale` times the gradients of the tensors `present`, with learning rate `rate`."""
 
+    def settle(self) -> None:  # noqa: B027 - most update Keras's variables themselves
+        """Keras's variables are about to be read or written: brings them up to date."""
+
+    def reload(self) -> None:  # noqa: B027
+        """Keras's variables have been written."""
+
     def memory(self) -> np.ndarray:
         """The only variable's value, flat, in its own memory if that can be shared; valid until the next apply."""
         import keras
