@@ -11,6 +11,9 @@ Helpers take an array and where in it to begin, both counted in uint64: numba lo
 counts references for each slice, which costs more than the loop over a bucket.
 """
 
+# numba finds the types of its functions; what they are given is said once, in hps_keras.quantization.
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 import logging
@@ -30,6 +33,8 @@ _LEAST = np.float32(2.0**-90)
 _MOST = np.float32(2.0**120)
 # The largest scale that is sent: no code times its step may round to infinity. The difference is far below a step.
 _TOP = np.float32(2.0**128 * (1 - 2.0**-20))
+# A little more than 2/3, so that the largest number of a bucket is less than 1.5 steps and no code leaves its range.
+_TWO_THIRDS = np.float32(0.667)
 # Numbers between these two have squares that float32 can add up.
 _SQUARE_LEAST, _SQUARE_MOST = np.float32(2.0**-50), np.float32(2.0**50)
 _HUGE = np.float32(np.finfo(np.float32).max)
@@ -64,7 +69,7 @@ def _compiled(**options: Any) -> Callable[[Callable], Any]:
 
 
 @_compiled()
-def finite(patterns, runs):  # type: ignore[no-untyped-def]
+def finite(patterns, runs):
     """Whether no element is NaN or infinite; `patterns` are the floats read as int32."""
     for run in range(len(runs)):
         begin = runs[run, START]
@@ -80,17 +85,17 @@ def finite(patterns, runs):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _float_of(context, pattern):  # type: ignore[no-untyped-def]
+def _float_of(context, pattern):
     """The float32 whose bits are those of an int32."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
 
     return types.float32(types.int32), generate
 
 
 @_compiled()
-def _largest(patterns, at):  # type: ignore[no-untyped-def]
+def _largest(patterns, at):
     """Maximum of |x| in a bucket. Patterns of positive floats are in the floats' order, and integers are faster."""
     most = np.int32(0)
     for i in range(_BUCKET):
@@ -99,7 +104,7 @@ def _largest(patterns, at):  # type: ignore[no-untyped-def]
 
 
 @_compiled(fastmath={"reassoc", "contract", "nsz"})
-def _squares(x, at, count, scale):  # type: ignore[no-untyped-def]
+def _squares(x, at, count, scale):
     """Sum of squares, in any order, of numbers up to `scale`."""
     if _SQUARE_LEAST < scale < _SQUARE_MOST:
         single = _ZERO
@@ -115,44 +120,44 @@ def _squares(x, at, count, scale):  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def _copy(given, begin, x, at, count):  # type: ignore[no-untyped-def]
+def _copy(given, begin, x, at, count):
     for i in range(count):
         x[at + i] = given[begin + i]
 
 
 @_compiled()
-def _add(given, begin, x, at, count):  # type: ignore[no-untyped-def]
+def _add(given, begin, x, at, count):
     for i in range(count):
         x[at + i] += given[begin + i]
 
 
 @_compiled()
-def _subtract(given, known, begin, x, count):  # type: ignore[no-untyped-def]
+def _subtract(given, known, begin, x, count):
     for i in range(count):
         x[i] = given[begin + i] - known[begin + i]
 
 
 @_compiled()
-def _fill(x, begin, end, value):  # type: ignore[no-untyped-def]
+def _fill(x, begin, end, value):
     for i in range(begin, end):
         x[i] = value
 
 
 @_compiled()
-def _multiply(x, at, factor):  # type: ignore[no-untyped-def]
+def _multiply(x, at, factor):
     for i in range(_BUCKET):
         x[at + i] *= factor
 
 
 @_compiled()
-def _clamp(x, at):  # type: ignore[no-untyped-def]
+def _clamp(x, at):
     """Replaces infinities by the largest finite numbers."""
     for i in range(_BUCKET):
         x[at + i] = min(max(x[at + i], -_HUGE), _HUGE)
 
 
 @_compiled()
-def _total(x, at, half):  # type: ignore[no-untyped-def]
+def _total(x, at, half):
     """Sum of |x| over a bucket, in an order that vectors can follow: halves are added until one number is left."""
     width = _BUCKET // _2
     for i in range(width):
@@ -165,7 +170,7 @@ def _total(x, at, half):  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def _mean(x, at, count, half):  # type: ignore[no-untyped-def]
+def _mean(x, at, count, half):
     """Mean of |x| over the first `count` elements of a bucket; what follows them is 0."""
     total = _total(x, at, half)
     if total <= _HUGE:
@@ -177,7 +182,7 @@ def _mean(x, at, count, half):  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def _power(scale):  # type: ignore[no-untyped-def]
+def _power(scale):
     """Power of two that takes a bucket of this scale to where products are normal numbers."""
     if scale > _MOST:
         return np.float32(2.0**-64)
@@ -187,7 +192,7 @@ def _power(scale):  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def _uniform(position, key, other):  # type: ignore[no-untyped-def]
+def _uniform(position, key, other):
     """A number in [0, 1) of 24 random bits: a hash of the position with two keys (after lowbias32, Wellons 2018)."""
     z = np.uint32(position ^ key)
     z = np.uint32(z ^ (z >> np.uint32(16)))
@@ -200,7 +205,7 @@ def _uniform(position, key, other):  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def _round_nearest(x, at, codes, to, count, inverse, step, levels):  # type: ignore[no-untyped-def]
+def _round_nearest(x, at, codes, to, count, inverse, step, levels):
     """Sets codes = round(x / step) + levels; x keeps the error."""
     zero = np.int32(levels)
     for i in range(count):
@@ -210,7 +215,7 @@ def _round_nearest(x, at, codes, to, count, inverse, step, levels):  # type: ign
 
 
 @_compiled()
-def _round_randomly(x, at, codes, to, count, inverse, step, levels, place, key, other):  # type: ignore[no-untyped-def]
+def _round_randomly(x, at, codes, to, count, inverse, step, levels, place, key, other):
     """As :func:`_round_nearest`, up with the probability of the fraction."""
     zero = np.int32(levels)
     for i in range(count):
@@ -225,7 +230,7 @@ def _round_randomly(x, at, codes, to, count, inverse, step, levels, place, key, 
 
 
 @_compiled()
-def _signs(x, at, codes, scale):  # type: ignore[no-untyped-def]
+def _signs(x, at, codes, scale):
     """Sets codes = 1 where x >= 0; x keeps the error to +-scale."""
     for i in range(_BUCKET):
         positive = x[at + i] >= _ZERO
@@ -234,7 +239,7 @@ def _signs(x, at, codes, scale):  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def _random_signs(x, at, codes, count, scale, place, key, other):  # type: ignore[no-untyped-def]
+def _random_signs(x, at, codes, count, scale, place, key, other):
     """Sets codes = 1 with the probability that makes +-scale equal x on average."""
     divisor = scale if scale > _ZERO else _ONE
     for i in range(count):
@@ -245,7 +250,7 @@ def _random_signs(x, at, codes, count, scale, place, key, other):  # type: ignor
 
 
 @_compiled()
-def _pack(codes, bits, packed, to, width):  # type: ignore[no-untyped-def]
+def _pack(codes, bits, packed, to, width):
     """Puts 2, 4 or 8 codes into a byte: byte i of `width` holds elements i, i + width, ..., the first one lowest."""
     if bits == _4:
         for i in range(width):
@@ -263,7 +268,7 @@ def _pack(codes, bits, packed, to, width):  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def _quantize(x, at, codes, to, count, scale, levels, stochastic, place, keys):  # type: ignore[no-untyped-def]
+def _quantize(x, at, codes, to, count, scale, levels, stochastic, place, keys):
     """Codes of `count` elements of a bucket at 2 bits or more; x keeps the error."""
     power = _power(scale)
     moved = scale * power
@@ -280,9 +285,7 @@ def _quantize(x, at, codes, to, count, scale, levels, stochastic, place, keys): 
 
 
 @_compiled()
-def _encode_bucket(  # type: ignore[no-untyped-def]
-    x, patterns, at, count, bits, levels, stochastic, place, keys, bytes_, pairs, to, codes, half
-):
+def _encode_bucket(x, patterns, at, count, bits, levels, stochastic, place, keys, bytes_, pairs, to, codes, half):
     """Encodes a bucket, of which `count` elements are sent and the rest is 0; x keeps the error.
 
     Returns the scale and the sums of squares of what was said and of the error.
@@ -298,6 +301,8 @@ def _encode_bucket(  # type: ignore[no-untyped-def]
         _quantize(x, at, pairs, to, count, scale, levels, stochastic, place, keys)
     else:
         if bits > _1:
+            if bits == _2 and not stochastic and scale >= _LEAST:
+                scale *= _TWO_THIRDS
             _quantize(x, at, codes, _0, _BUCKET, scale, levels, stochastic, place, keys)
         elif stochastic:
             _random_signs(x, at, codes, count, scale, place, keys[0], keys[1])
@@ -309,7 +314,7 @@ def _encode_bucket(  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def _add_plane(code, to, mask, zero, unit, back, into, begin, count):  # type: ignore[no-untyped-def]
+def _add_plane(code, to, mask, zero, unit, back, into, begin, count):
     """Adds decoded elements, at most the largest finite number: one plane of the bytes, or the pairs."""
     for i in range(count):
         total = into[begin + i] + (np.float32(np.int32(code[to + i] & mask)) - zero) * unit * back
@@ -318,14 +323,14 @@ def _add_plane(code, to, mask, zero, unit, back, into, begin, count):  # type: i
 
 
 @_compiled()
-def _write_plane(code, to, mask, zero, unit, back, into, begin, count):  # type: ignore[no-untyped-def]
+def _write_plane(code, to, mask, zero, unit, back, into, begin, count):
     """Writes decoded elements."""
     for i in range(count):
         into[begin + i] = (np.float32(np.int32(code[to + i] & mask)) - zero) * unit * back
 
 
 @_compiled()
-def _decode_bucket(bytes_, pairs, to, bits, levels, scale, factor, add, into, begin, count):  # type: ignore[no-untyped-def]
+def _decode_bucket(bytes_, pairs, to, bits, levels, scale, factor, add, into, begin, count):
     """Writes or adds factor times one bucket."""
     power = _power(scale)
     unit, back = factor * (scale * power / levels), _ONE / power
@@ -352,9 +357,7 @@ def _decode_bucket(bytes_, pairs, to, bits, levels, scale, factor, add, into, be
 
 
 @_compiled()
-def encode(  # type: ignore[no-untyped-def]
-    values, residual, feedback, runs, bits, levels, stochastic, keys, scales, bytes_, pairs, squares
-):
+def encode(values, residual, feedback, runs, bits, levels, stochastic, keys, scales, bytes_, pairs, squares):
     """Encodes the runs, with or without a residual; writes each run's squares of errors and of values to `squares`."""
     x, half = np.empty(BUCKET, np.float32), np.empty(BUCKET // 2, np.float32)
     codes = np.empty(BUCKET, np.uint8)
@@ -389,9 +392,7 @@ def encode(  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def encode_difference(  # type: ignore[no-untyped-def]
-    values, known, runs, bits, levels, stochastic, keys, scales, bytes_, pairs, squares
-):
+def encode_difference(values, known, runs, bits, levels, stochastic, keys, scales, bytes_, pairs, squares):
     """Encodes values - known and adds to `known` what :func:`decode` will add on the other side."""
     x, half = np.empty(BUCKET, np.float32), np.empty(BUCKET // 2, np.float32)
     codes = np.empty(BUCKET, np.uint8)
@@ -417,7 +418,7 @@ def encode_difference(  # type: ignore[no-untyped-def]
 
 
 @_compiled()
-def decode(scales, bytes_, pairs, runs, bits, levels, factor, add, into):  # type: ignore[no-untyped-def]
+def decode(scales, bytes_, pairs, runs, bits, levels, factor, add, into):
     """Writes factor times the decoded runs into `into`, or adds them to it."""
     for r in range(len(runs)):
         size, offset, bucket = runs[r, SIZE], _0, runs[r, FIRST]
@@ -430,7 +431,7 @@ def decode(scales, bytes_, pairs, runs, bits, levels, factor, add, into):  # typ
 
 
 @_compiled()
-def send_plain(values, residual, feedback, runs, plain):  # type: ignore[no-untyped-def]
+def send_plain(values, residual, feedback, runs, plain):
     """Copies runs that travel in float32, with their residual, which ends as 0."""
     for r in range(len(runs)):
         begin, to, count = runs[r, START], runs[r, PLACE], runs[r, SIZE]
@@ -442,7 +443,7 @@ def send_plain(values, residual, feedback, runs, plain):  # type: ignore[no-unty
 
 
 @_compiled()
-def receive_plain(plain, runs, factor, add, into):  # type: ignore[no-untyped-def]
+def receive_plain(plain, runs, factor, add, into):
     """Writes or adds factor times what :func:`send_plain` copied."""
     for r in range(len(runs)):
         begin, to, count = runs[r, START], runs[r, PLACE], runs[r, SIZE]

@@ -6,17 +6,22 @@ An encoded buffer holds three parts, one after another; its length depends on th
 2. the tensors of fewer than 1,024 elements in float32, for what they would save is not worth their error,
 3. the codes of all others, packed, tensor by tensor. Padding between tensors is not sent.
 
-======  =====================================  ======================================
+======  =====================================  =======================================
 bits    scale of a bucket                      code of an element x, L = 2^(bits-1) - 1
-======  =====================================  ======================================
+======  =====================================  =======================================
 1       mean of |x|                            its sign
-2..16   largest |x|                            round(x L / scale) + L
+2       2/3 of the largest |x|                 round(x / scale) + 1
+4..16   largest |x|                            round(x L / scale) + L
 32      (none)                                 x itself
-======  =====================================  ======================================
+======  =====================================  =======================================
+
+With the largest itself as scale, 2 bits would be wrong by up to half of it; with 2/3 of it by a third: the residual of
+error feedback shrinks from 1.37 to 0.75 of Gaussian gradients (RMS), and from 2.8 to 1.75 where 5 % are not 0.
 
 *Error feedback* (Karimireddy 2019): what a message could not say is kept in a residual and added to the next one. It
-goes with rounding to nearest. Without it, round stochastically, which is right on average (QSGD, Alistarh 2017); at
-1 bit the scale is then the largest, too. Pulls need no residual: the sender knows what the receiver holds and
+goes with rounding to nearest. Without it, round stochastically, which is right on average (QSGD, Alistarh 2017); the
+scale is then the largest |x| at every width. 1 bit serves gradients that change their direction: of a constant one it
+leaves a residual of more than 20 times its size. Pulls need no residual: the sender knows what the receiver holds and
 sends the difference to that, so an error in one message is part of the next difference.
 
 The loops are in :mod:`hps_keras.kernels`; importing this module loads numba. No MPI, no Keras.

@@ -76,6 +76,8 @@ def code_bucket(x, bits, stochastic, begin, seed, message):
         else:
             scale, positive = mean_magnitude(x), x >= 0
         return scale, positive.astype(np.int64), np.where(positive, F(1), F(-1))
+    if bits == 2 and not stochastic and scale >= F(2.0**-90):
+        scale *= F(0.667)
     levels = F(2 ** (bits - 1) - 1)
     moved = scale * power_of(scale)
     y = x * power_of(scale) * (levels / moved if scale > 0 else F(0))

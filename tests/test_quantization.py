@@ -139,14 +139,14 @@ def test_any_finite_numbers_go_there_and_back(numbers, bits, size):
     assert same_bits(residual[:size], left[:size])
 
 
-def test_a_constant_comes_back_exactly():
+def test_a_constant_comes_back_at_its_scale():
     layout = layout_of([(2048,)])
     for bits in WIDTHS:
         codec = Codec(layout, bits)
         message, back = message_of(codec), layout.allocate()
         codec.encode(filled(layout, "constant"), None, message)
         codec.decode(message, back)
-        assert np.allclose(back, 0.3, rtol=3e-7)
+        assert np.allclose(back, 0.3 * (0.667 if bits == 2 else 1), rtol=3e-7)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
@@ -207,9 +207,9 @@ def gradients(kind: str, size: int, random: np.random.Generator):
             yield fixed if kind == "constant" else normal
 
 
-# What is only reported: tails without a variance; 1 bit; and at 2 bits gradients so sparse that half of a bucket's
-# largest number, below which nothing is said, is more than twice their RMS. All these stay bounded, too.
-REPORTED = {("heavy-tailed", b) for b in (1, 2, 4, 8, 16)} | {("5% sparse", 2), ("constant", 1), ("5% sparse", 1)}
+# What is only reported: tails without a variance, and 1 bit of a gradient that keeps its direction: its largest
+# elements wait until the mean has grown to them.
+REPORTED = {("heavy-tailed", b) for b in (1, 2, 4, 8, 16)} | {("constant", 1)}
 
 
 @pytest.mark.slow
@@ -232,8 +232,6 @@ def test_residuals_stay_small(bits, kind):
     if (kind, bits) not in REPORTED:
         assert after <= 1.2 * before
         assert after <= 2 * size
-    elif kind == "5% sparse":
-        assert after <= 1.2 * before
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
