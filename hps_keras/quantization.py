@@ -36,7 +36,7 @@ import numpy as np
 
 from hps_keras import kernels
 from hps_keras.errors import ConfigurationError, ProtocolError
-from hps_keras.layout import ParameterLayout
+from hps_keras.layout import ParameterLayout, aligned_zeros
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 ROUNDINGS = ("nearest", "stochastic")
@@ -282,6 +282,19 @@ class Codec:
             )
         # The kernels are compiled for memory that can be written to, and for aligned floats.
         return message if message.flags.writeable and not message.ctypes.data % 4 else message.copy()
+
+
+def prepare() -> None:
+    """Compiles the kernels, or loads them where that was done before: seconds, the first time on a machine.
+
+    Call it where nobody waits, say while Keras compiles; else the first message takes that time.
+    """
+    layout = ParameterLayout.of([("kernel", (SMALL,), "float32"), ("bias", (1,), "float32")])
+    codec, values = Codec(layout, bits=8), layout.allocate()
+    message = aligned_zeros(codec.nbytes, np.uint8)
+    codec.encode(values, layout.allocate(), message)
+    codec.encode_difference(values, layout.allocate(), message)
+    codec.accumulate(message, 1.0, values)
 
 
 def checked_width(name: str, bits: Any) -> int:

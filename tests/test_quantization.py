@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import codec_reference as reference
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hps_keras import kernels
 from hps_keras.errors import ConfigurationError, ProtocolError
 from hps_keras.layout import ParameterLayout, aligned_zeros
-from hps_keras.quantization import WIDTHS, Codec
+from hps_keras.quantization import WIDTHS, Codec, prepare
 
 pytestmark = pytest.mark.timeout(300)  # the first call on a machine compiles, for a minute where others compute too
 
@@ -441,6 +443,46 @@ def test_buffers_that_do_not_fit_are_refused():
     for bad in (message[:-1], bytes(codec.nbytes + 1), b""):
         with pytest.raises(ProtocolError, match=rf"{len(bad)} bytes.*8 bits.*{codec.nbytes}"):
             codec.decode(bad, good)
+
+
+def test_kernels_are_compiled_once_for_all_widths_and_let_other_threads_run():
+    prepare()
+    used = ("finite", "encode", "encode_difference", "decode", "send_plain", "receive_plain")
+    before = {name: len(getattr(kernels, name).signatures) for name in used}
+    assert set(before.values()) == {1}
+    layout = layout_of()
+    values, back = filled(layout, "normal"), layout.allocate()
+    for bits in WIDTHS:
+        for rounding in ("nearest", "stochastic"):
+            codec = Codec(layout, bits, rounding)
+            message = message_of(codec)
+            codec.encode(values, None, message)
+            codec.encode_difference(values, layout.allocate(), message)
+            codec.decode(bytes(message), back)
+            codec.accumulate(message, 2, back)
+    assert {name: len(getattr(kernels, name).signatures) for name in used} == before
+    assert all(getattr(kernels, name).targetoptions["nogil"] for name in used)
+
+
+def test_threads_may_share_a_codec():
+    """Several workers' messages are taken at once; only the error that is told is the last one's."""
+    layout = layout_of([(200_000,), (7,)])
+    codec = Codec(layout, 4)
+    alone = message_of(codec)
+    values = [filled(layout, "normal", seed) for seed in range(4)]
+    expected = []
+    for given_ in values:
+        codec.encode(given_, None, alone)
+        expected.append(alone.tobytes())
+
+    def encoded(given_):
+        message = message_of(codec)
+        for _ in range(10):
+            codec.encode(given_, None, message)
+        return message.tobytes()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(encoded, values)) == expected
 
 
 def test_kernels_compile_where_nothing_can_be_kept(tmp_path):
