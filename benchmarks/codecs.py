@@ -1,8 +1,9 @@
 """How fast a flat buffer is quantized and read back, against a plain copy of it in the same run, on one core.
 
-GB/s count the float32 side, for the copy as for the codecs. Each measurement stands between two copies, and its ratio
-is taken to their mean, so that what else the machine does slows both; shown are medians over the rounds, and the best
-round beside them. Kernels are compiled before the clock runs.
+GB/s count the float32 side, for the copy as for the codecs, by the processor time of the one thread that runs them: it
+leaves out when others had the core, not what they take of the memory's speed. Each measurement stands between two
+copies, and its ratio is taken to their mean; shown are medians over the rounds, and the best round beside them. Kernels
+are compiled before the clock runs.
 
     python benchmarks/codecs.py                              # 25 million elements, all widths
     python benchmarks/codecs.py --elements 60000 --rounds 99 # a small model, in the cache
@@ -57,10 +58,10 @@ def actions(layout: ParameterLayout, bits: int, rounding: str) -> tuple[Codec, d
 
 
 def seconds(action: Callable[[], Any], repeats: int) -> float:
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(repeats):
         action()
-    return (time.perf_counter() - began) / repeats
+    return (time.thread_time() - began) / repeats
 
 
 def measure(elements: int, bits: int, rounding: str, rounds: int) -> dict[str, Any]:
