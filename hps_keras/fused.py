@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from hps_keras.backends import Updater
-from hps_keras.kernels import _compiled as compiled
+from hps_keras.kernels import compiled
 from hps_keras.layout import aligned_zeros
 from hps_keras.slots import slots_of
 
@@ -52,8 +52,21 @@ def _adam(p, g, m, v, highest, scale, alpha, decay, one_less_first, one_less_sec
 
 def fits(optimizer: Any) -> bool:
     """Whether this module has the update of a Keras optimizer that runs over one flat float32 variable."""
-    known = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW)
-    return type(optimizer) in known and optimizer.clipvalue is None and optimizer.global_clipnorm is None
+    known = keras_class(optimizer) in (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW)
+    return known and optimizer.clipvalue is None and optimizer.global_clipnorm is None
+
+
+def keras_class(optimizer: Any) -> type | None:
+    """The class of Keras that an optimizer is of, and no subclass of it; None of somebody else's.
+
+    On torch Keras makes an optimizer one of a class of its own that does the same for many tensors at once.
+    """
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.startswith("keras.src.optimizers."):
+            return cls
+        if not cls.__module__.startswith("keras.src.backend."):
+            return None
+    return None
 
 
 class FusedUpdater(Updater):
@@ -98,13 +111,13 @@ class FusedUpdater(Updater):
         optimizer, one = self.optimizer, np.float32
         decay = one(one(optimizer.weight_decay or 0.0) * one(rate))
         parameters, *slots = self._arrays
-        gradient, scale, rate = self.gradients[0], one(scale), one(rate)
+        gradient, times, step = self.gradients[0], one(scale), one(rate)
         if not isinstance(optimizer, keras.optimizers.SGD):
-            self._adam(parameters, gradient, slots, scale, rate, decay)
+            self._adam(parameters, gradient, slots, times, step, decay)
         elif optimizer.momentum:
-            _momentum(parameters, gradient, slots[0], scale, rate, decay, one(optimizer.momentum), optimizer.nesterov)
+            _momentum(parameters, gradient, slots[0], times, step, decay, one(optimizer.momentum), optimizer.nesterov)
         else:
-            _descend(parameters, gradient, scale, rate, decay)
+            _descend(parameters, gradient, times, step, decay)
         self._steps += 1
 
     def _adam(

@@ -53,7 +53,7 @@ _BUCKET = np.uint64(BUCKET)
 _0, _1, _2, _4, _7, _8, _16 = (np.uint64(n) for n in (0, 1, 2, 4, 7, 8, 16))
 
 
-def _compiled(**options: Any) -> Callable[[Callable], Any]:
+def compiled(**options: Any) -> Callable[[Callable], Any]:
     """Compiles at the first call; keeps the result on disk where there is a place for it."""
 
     def decorate(function: Callable) -> Any:
@@ -68,7 +68,7 @@ def _compiled(**options: Any) -> Callable[[Callable], Any]:
     return decorate
 
 
-@_compiled()
+@compiled()
 def finite(patterns, runs):
     """Whether no element is NaN or infinite; `patterns` are the floats read as int32."""
     for run in range(len(runs)):
@@ -94,7 +94,7 @@ def _float_of(context, pattern):
     return types.float32(types.int32), generate
 
 
-@_compiled()
+@compiled()
 def _largest(patterns, at):
     """Maximum of |x| in a bucket. Patterns of positive floats are in the floats' order, and integers are faster."""
     most = np.int32(0)
@@ -103,7 +103,7 @@ def _largest(patterns, at):
     return _float_of(most)
 
 
-@_compiled(fastmath={"reassoc", "contract", "nsz"})
+@compiled(fastmath={"reassoc", "contract", "nsz"})
 def _squares(x, at, count, scale):
     """Sum of squares, in any order, of numbers up to `scale`."""
     if _SQUARE_LEAST < scale < _SQUARE_MOST:
@@ -119,44 +119,44 @@ def _squares(x, at, count, scale):
     return total
 
 
-@_compiled()
+@compiled()
 def _copy(given, begin, x, at, count):
     for i in range(count):
         x[at + i] = given[begin + i]
 
 
-@_compiled()
+@compiled()
 def _add(given, begin, x, at, count):
     for i in range(count):
         x[at + i] += given[begin + i]
 
 
-@_compiled()
+@compiled()
 def _subtract(given, known, begin, x, count):
     for i in range(count):
         x[i] = given[begin + i] - known[begin + i]
 
 
-@_compiled()
+@compiled()
 def _fill(x, begin, end, value):
     for i in range(begin, end):
         x[i] = value
 
 
-@_compiled()
+@compiled()
 def _multiply(x, at, factor):
     for i in range(_BUCKET):
         x[at + i] *= factor
 
 
-@_compiled()
+@compiled()
 def _clamp(x, at):
     """Replaces infinities by the largest finite numbers."""
     for i in range(_BUCKET):
         x[at + i] = min(max(x[at + i], -_HUGE), _HUGE)
 
 
-@_compiled()
+@compiled()
 def _total(x, at, half):
     """Sum of |x| over a bucket, in an order that vectors can follow: halves are added until one number is left."""
     width = _BUCKET // _2
@@ -169,7 +169,7 @@ def _total(x, at, half):
     return half[_0]
 
 
-@_compiled()
+@compiled()
 def _mean(x, at, count, half):
     """Mean of |x| over the first `count` elements of a bucket; what follows them is 0."""
     total = _total(x, at, half)
@@ -181,7 +181,7 @@ def _mean(x, at, count, half):
     return np.float32(exact / np.float64(count))
 
 
-@_compiled()
+@compiled()
 def _power(scale):
     """Power of two that takes a bucket of this scale to where products are normal numbers."""
     if scale > _MOST:
@@ -191,7 +191,7 @@ def _power(scale):
     return _ONE
 
 
-@_compiled()
+@compiled()
 def _uniform(position, key, other):
     """A number in [0, 1) of 24 random bits: a hash of the position with two keys (after lowbias32, Wellons 2018)."""
     z = np.uint32(position ^ key)
@@ -204,7 +204,7 @@ def _uniform(position, key, other):
     return np.float32(np.int32(z >> np.uint32(8))) * _UNIT
 
 
-@_compiled()
+@compiled()
 def _round_nearest(x, at, codes, to, count, inverse, step, levels):
     """Sets codes = round(x / step) + levels; x keeps the error."""
     zero = np.int32(levels)
@@ -214,7 +214,7 @@ def _round_nearest(x, at, codes, to, count, inverse, step, levels):
         x[at + i] -= q * step
 
 
-@_compiled()
+@compiled()
 def _round_randomly(x, at, codes, to, count, inverse, step, levels, place, key, other):
     """As :func:`_round_nearest`, up with the probability of the fraction."""
     zero = np.int32(levels)
@@ -229,7 +229,7 @@ def _round_randomly(x, at, codes, to, count, inverse, step, levels, place, key, 
         x[at + i] -= q * step
 
 
-@_compiled()
+@compiled()
 def _signs(x, at, codes, scale):
     """Sets codes = 1 where x >= 0; x keeps the error to +-scale."""
     for i in range(_BUCKET):
@@ -238,7 +238,7 @@ def _signs(x, at, codes, scale):
         x[at + i] -= scale if positive else -scale
 
 
-@_compiled()
+@compiled()
 def _random_signs(x, at, codes, count, scale, place, key, other):
     """Sets codes = 1 with the probability that makes +-scale equal x on average."""
     divisor = scale if scale > _ZERO else _ONE
@@ -249,7 +249,7 @@ def _random_signs(x, at, codes, count, scale, place, key, other):
     _fill(codes, count, _BUCKET, np.uint8(1))
 
 
-@_compiled()
+@compiled()
 def _pack(codes, bits, packed, to, width):
     """Puts 2, 4 or 8 codes into a byte: byte i of `width` holds elements i, i + width, ..., the first one lowest."""
     if bits == _4:
@@ -267,7 +267,7 @@ def _pack(codes, bits, packed, to, width):
                 packed[to + i] |= np.uint8(codes[plane * width + i] << np.uint8(plane))
 
 
-@_compiled()
+@compiled()
 def _quantize(x, at, codes, to, count, scale, levels, stochastic, place, keys):
     """Codes of `count` elements of a bucket at 2 bits or more; x keeps the error."""
     power = _power(scale)
@@ -284,7 +284,7 @@ def _quantize(x, at, codes, to, count, scale, levels, stochastic, place, keys):
         _multiply(x, at, _ONE / power)
 
 
-@_compiled()
+@compiled()
 def _encode_bucket(x, patterns, at, count, bits, levels, stochastic, place, keys, bytes_, pairs, to, codes, half):
     """Encodes a bucket, of which `count` elements are sent and the rest is 0; x keeps the error.
 
@@ -313,7 +313,7 @@ def _encode_bucket(x, patterns, at, count, bits, levels, stochastic, place, keys
     return scale, said, _squares(x, at, count, largest)
 
 
-@_compiled()
+@compiled()
 def _add_plane(code, to, mask, zero, unit, back, into, begin, count):
     """Adds decoded elements, at most the largest finite number: one plane of the bytes, or the pairs."""
     for i in range(count):
@@ -322,14 +322,14 @@ def _add_plane(code, to, mask, zero, unit, back, into, begin, count):
         into[begin + i] = -_HUGE if total < -_HUGE else total
 
 
-@_compiled()
+@compiled()
 def _write_plane(code, to, mask, zero, unit, back, into, begin, count):
     """Writes decoded elements."""
     for i in range(count):
         into[begin + i] = (np.float32(np.int32(code[to + i] & mask)) - zero) * unit * back
 
 
-@_compiled()
+@compiled()
 def _decode_bucket(bytes_, pairs, to, bits, levels, scale, factor, add, into, begin, count):
     """Writes or adds factor times one bucket."""
     power = _power(scale)
@@ -356,7 +356,7 @@ def _decode_bucket(bytes_, pairs, to, bits, levels, scale, factor, add, into, be
         done += width
 
 
-@_compiled()
+@compiled()
 def encode(values, residual, feedback, runs, bits, levels, stochastic, keys, scales, bytes_, pairs, squares):
     """Encodes the runs, with or without a residual; writes each run's squares of errors and of values to `squares`."""
     x, half = np.empty(BUCKET, np.float32), np.empty(BUCKET // 2, np.float32)
@@ -391,7 +391,7 @@ def encode(values, residual, feedback, runs, bits, levels, stochastic, keys, sca
         squares[r, 0], squares[r, 1] = errors, values_squared
 
 
-@_compiled()
+@compiled()
 def encode_difference(values, known, runs, bits, levels, stochastic, keys, scales, bytes_, pairs, squares):
     """Encodes values - known and adds to `known` what :func:`decode` will add on the other side."""
     x, half = np.empty(BUCKET, np.float32), np.empty(BUCKET // 2, np.float32)
@@ -417,7 +417,7 @@ def encode_difference(values, known, runs, bits, levels, stochastic, keys, scale
         squares[r, 0], squares[r, 1] = errors, values_squared
 
 
-@_compiled()
+@compiled()
 def decode(scales, bytes_, pairs, runs, bits, levels, factor, add, into):
     """Writes factor times the decoded runs into `into`, or adds them to it."""
     for r in range(len(runs)):
@@ -430,7 +430,7 @@ def decode(scales, bytes_, pairs, runs, bits, levels, factor, add, into):
             offset += _BUCKET
 
 
-@_compiled()
+@compiled()
 def send_plain(values, residual, feedback, runs, plain):
     """Copies runs that travel in float32, with their residual, which ends as 0."""
     for r in range(len(runs)):
@@ -442,7 +442,7 @@ def send_plain(values, residual, feedback, runs, plain):
             _fill(residual, begin, begin + count, _ZERO)
 
 
-@_compiled()
+@compiled()
 def receive_plain(plain, runs, factor, add, into):
     """Writes or adds factor times what :func:`send_plain` copied."""
     for r in range(len(runs)):

@@ -19,7 +19,7 @@ from keras import ops
 from hps_keras import backends
 from hps_keras.consistency import corrected_momentum
 from hps_keras.errors import ConfigurationError
-from hps_keras.fused import FusedUpdater, fits
+from hps_keras.fused import FusedUpdater, fits, keras_class
 from hps_keras.layout import ParameterLayout, aligned_zeros
 from hps_keras.optimizer import known_classes
 from hps_keras.slots import slots_of
@@ -310,7 +310,7 @@ def _variable(value: np.ndarray, dtype: str, path: str) -> Any:
 
 
 def _can_be_flat(optimizer: Any, description: dict[str, Any], layout: ParameterLayout) -> bool:
-    elementwise = any(type(optimizer) is getattr(keras.optimizers, n, None) for n in _ELEMENTWISE)
+    elementwise = keras_class(optimizer) in [getattr(keras.optimizers, n) for n in _ELEMENTWISE]
     plain = optimizer.clipnorm is None and not any(description["constraints"]) and all(description["decay"])
     # The averages go on even where a tensor has no gradient, all else there stands still.
     plain = plain and not optimizer.use_ema

@@ -39,7 +39,7 @@ def server(make, monkeypatch, fused):
 
 
 def close(one, other):
-    np.testing.assert_allclose(one.parameters, other.parameters, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(one.parameters, other.parameters, rtol=1e-6, atol=1e-6)
     for a, b in zip(one.read_state(), other.read_state(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

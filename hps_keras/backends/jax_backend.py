@@ -148,7 +148,9 @@ class BackendUpdater(Updater):
             function = self._functions[present] = self._compile(present)
         slots = [v.value for v in self.optimizer.variables]
         parameters = [v.value for v in self.variables]
-        parameters, slots = function(parameters, slots, self.gradients, np.float32(scale), np.float32(rate))
+        results = function(parameters, slots, self.gradients, np.float32(scale), np.float32(rate))
+        # JAX computes later, on our buffer itself, into which the next gradient may come at once.
+        parameters, slots = jax.block_until_ready(results)
         for variable, value in zip([*self.variables, *self.optimizer.variables], [*parameters, *slots]):
             variable.assign(value)
 
