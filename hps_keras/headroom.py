@@ -46,7 +46,7 @@ class Headroom:
         self._footprint = Footprint(self._prior)
         self._footprint.observe(0, self._used())
         self._first = _step_bytes(model)
-        # TensorFlow's own allocator on CPUs gives nothing back, and a larger batch does not fit where a smaller one was.
+        # TensorFlow's own allocator on CPUs gives nothing back, and no larger batch fits where a smaller one was.
         system = os.environ.get("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "0").lower() in ("1", "true")
         self._pooled = backends.name() == "tensorflow" and not self._on_device and not system
         self._next, self._due = 0.0, True
