@@ -1,7 +1,8 @@
 """The Keras callbacks of hps_keras, installed as `hps_keras.callbacks`."""
 
+from hps_keras.callbacks.adaptive_quantization import AdaptiveQuantization
 from hps_keras.callbacks.batch_resizer import BatchResizer
 from hps_keras.callbacks.forced_sync import ForcedSync
 from hps_keras.callbacks.parameter_server import ParameterServer
 
-__all__ = ["BatchResizer", "ForcedSync", "ParameterServer"]
+__all__ = ["AdaptiveQuantization", "BatchResizer", "ForcedSync", "ParameterServer"]

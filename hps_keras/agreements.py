@@ -185,11 +185,15 @@ class Agreements:
         self._coordinator.define([g.version for g in self.groups], model)
         self._books.follows(model)
         self._books.begin_updates([g.version for g in self.groups], sum(g.layout.nbytes for g in self.groups))
+        self._set_widths(values[chief]["bits"])
+        for group in self.groups:
+            group.coder.begin(shared=self._coordinator.consistency.synchronous)
         self._follow(self._coordinator.consistency)
         answer = {
             "versions": [g.version for g in self.groups],
             "tokens": [d["token"] for d in descriptions],
             "loaded": [None if d["state"] is None else [d["steps"], d["rate"]] for d in descriptions],
+            "bits": values[chief]["bits"],
         }
         self._reply(list(values), answer)
 
@@ -223,10 +227,20 @@ class Agreements:
     def _follow(self, model: Consistency) -> None:
         for group in self.groups:
             group.compensation = model.compensation if isinstance(model, Asynchronous) else 0.0
+            group.coder.regroup(model.synchronous, self._coordinator.in_fit)
             if not isinstance(model, Asynchronous):
                 group.correct_momentum(1, "as_given")
+            if group.coder.empty:
+                for rank in self._coordinator.in_fit:
+                    group.hold(rank)
         self.workers_changed()
-        self.all_hold()
+
+    def _set_widths(self, bits: Sequence[int]) -> None:
+        """Answers have another width from now on. All workers hold the present parameters, or will be told they do."""
+        push, pull = bits
+        for group in self.groups:
+            group.coder.bits = pull
+        self._books.widths(push, pull)
 
     def workers_changed(self) -> None:
         """Chooses the momentum anew: how much asynchrony adds depends on the number of workers."""
@@ -270,7 +284,8 @@ class Agreements:
         self._outbox.flush()
         self._moving = memory
         self.all_hold()
-        body = {"versions": [g.version for g in self.groups], "metrics": self._books.end_epoch()}
+        coding = [value["coding"] for value in values.values()]
+        body = {"versions": [g.version for g in self.groups], "metrics": self._books.end_epoch(coding)}
         self._reply(list(values), body, self._state())
 
     def _state(self) -> list[np.ndarray]:
@@ -279,12 +294,15 @@ class Agreements:
 
     def _resumed(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
         stop = any(value["stop"] for value in values.values())
+        bits = values[min(values)]["bits"]
         if stop or any(value["last"] for value in values.values()):
             self._coordinator.finish()
             leases = None
         else:
             leases = self._begin_pass()
-        self._share_changes(headers, values, {"stop": stop, "leases": leases})
+        self._share_changes(headers, values, {"stop": stop, "leases": leases, "bits": bits})
+        self._set_widths(bits)
+        self.all_hold()
 
     def _ended(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
         self._share_changes(headers, values, {})

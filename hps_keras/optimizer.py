@@ -23,6 +23,7 @@ from hps_keras import backends, cluster, slots, stash
 from hps_keras.consistency import Consistency, resolve
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.layout import ParameterLayout
+from hps_keras.precision import WIDTHS
 
 logger = logging.getLogger("hps_keras")
 
@@ -43,6 +44,8 @@ class Half:
 
     Attributes:
         consistency: The consistency model.
+        bits: Width of gradients and of parameters on the wire.
+        max_bad_pushes: Gradients in a row that may hold NaN or infinities.
         sync_every: What `ForcedSync` asks for: steps between forced syncs, 0 for nothing, -1 for none.
         token: Names this optimizer to the server, across several `fit`.
         number: Order of creation; the same on all ranks.
@@ -58,8 +61,8 @@ class Half:
         finalize: Asks the server for the averaged parameters (EMA), or None.
     """
 
-    def __init__(self, consistency: Consistency) -> None:
-        self.consistency = consistency
+    def __init__(self, consistency: Consistency, bits: tuple[int, int], max_bad_pushes: int) -> None:
+        self.consistency, self.bits, self.max_bad_pushes = consistency, bits, max_bad_pushes
         self.sync_every = 0
         self.token = uuid.uuid4().hex
         self.number = next(_number)
@@ -185,13 +188,24 @@ def _plain(base: Any, config: dict[str, Any]) -> Any:
     return base.from_config(config)
 
 
-def DistributedOptimizer(optimizer: Any, consistency: Consistency | str | None = None) -> Any:
+def DistributedOptimizer(
+    optimizer: Any,
+    consistency: Consistency | str | None = None,
+    push_bits: int = 32,
+    pull_bits: int = 32,
+    max_bad_pushes: int = 10,
+) -> Any:
     """Makes a Keras optimizer exchange its gradients with the parameter server. Returns the same object.
 
     Args:
         optimizer: Any Keras optimizer. In a ``LossScaleOptimizer`` or a ``MultiOptimizer`` the inner ones are wrapped.
         consistency: ``hps.BSP()`` (default), ``hps.ASP()``, ``hps.SSP(3)``, ``hps.WASP(50)`` or their text
             (``"wasp:50"``); else ``HPS_CONSISTENCY`` decides.
+        push_bits: Width of gradients on their way to the server: 1, 2, 4, 8, 16, or 32 for float32. What a gradient
+            loses is added to the next one (error feedback). The chief's counts.
+        pull_bits: Width of parameters on their way back. Under 16 the differences to what a worker holds are sent, for
+            which the server keeps a copy of the parameters per worker (one for all in BSP).
+        max_bad_pushes: Quantized gradients in a row that may hold NaN or infinities; they are not sent.
 
     Returns:
         `optimizer` itself. Learning rate, schedule, iterations and config are what they were; it still is an instance
@@ -210,6 +224,9 @@ def DistributedOptimizer(optimizer: Any, consistency: Consistency | str | None =
             "keras.optimizers.SGD(0.1)"
         )
     model = resolve(consistency)
+    bits = _width("push_bits", push_bits), _width("pull_bits", pull_bits)
+    if isinstance(max_bad_pushes, bool) or not isinstance(max_bad_pushes, int) or max_bad_pushes < 1:
+        raise ConfigurationError(f"max_bad_pushes={max_bad_pushes!r}: give a whole number, 1 or more")
     if isinstance(optimizer, _Disguised):
         raise ConfigurationError(f"optimizer {optimizer.name!r} is wrapped already: call DistributedOptimizer once")
     backends.name()
@@ -222,10 +239,10 @@ def DistributedOptimizer(optimizer: Any, consistency: Consistency | str | None =
                 "give it a keras.optimizers.OptimizerMap, or wrap each optimizer that the function returns"
             )
         for inner in inside(optimizer):
-            DistributedOptimizer(inner, model)
+            DistributedOptimizer(inner, model, *bits, max_bad_pushes)
         object.__setattr__(optimizer, "__class__", _subclass(type(optimizer)))
         return optimizer
-    half = Half(model)
+    half = Half(model, bits, max_bad_pushes)
     if optimizer.built:
         half.state = [ops.convert_to_numpy(v) for v in slots.set_aside(optimizer)]
         for variable in slots.set_aside(optimizer):
@@ -236,6 +253,12 @@ def DistributedOptimizer(optimizer: Any, consistency: Consistency | str | None =
     if optimizer.built:
         stash.make(optimizer)
     return optimizer
+
+
+def _width(name: str, bits: Any) -> int:
+    if isinstance(bits, bool) or bits not in WIDTHS:
+        raise ConfigurationError(f"{name}={bits!r}: use one of {', '.join(map(str, WIDTHS))}")
+    return int(bits)
 
 
 def _subclass(base: type) -> type:

@@ -16,6 +16,7 @@ import numpy as np
 
 from hps_keras.agreements import Agreements
 from hps_keras.cluster import Cluster
+from hps_keras.coding import EXACT, take_gradient
 from hps_keras.consistency import BSP
 from hps_keras.coordinator import Coordinator
 from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Switch, Take, Update, Wait
@@ -168,6 +169,15 @@ class Server:
         header = self._headers[push.worker, push.group]
         twins = self._agreements.twins
         watched = not push.group and twins.watches(push.worker)
+        if header.bits < EXACT:
+            message = group.encoded(header.bits)
+            self._wire.receive(source, header, [message])
+            codec = group.coder.codecs[header.bits]
+            take_gradient(codec, message, group.gradient, decision.factor, decision.first)
+            if watched:
+                twins.saw(push.worker, message)
+                twins.seen(push.worker)
+            return
         if decision.first:
             self._wire.receive(source, header, [group.gradient])
             if watched:
@@ -201,9 +211,16 @@ class Server:
             groups, versions = every, [g.version for g in every]
         else:
             groups, versions = [every[push.group]] if decision.fresh else [], None
+        payload = []
         for group in groups:
-            group.hold(push.worker)
-        self._outbox.post(self._cluster.workers[push.worker], header, versions, [g.parameters for g in groups])
+            if decision.sync:  # in full precision
+                group.hold(push.worker)
+                payload.append(group.parameters)
+            else:
+                bits, memory = group.answer(push.worker)
+                header = header._replace(bits=bits)
+                payload.append(memory)
+        self._outbox.post(self._cluster.workers[push.worker], header, versions, payload)
 
 
 def _push(worker: int, header: Header, body: Any) -> Push:

@@ -177,6 +177,8 @@ def epoch_logs(rows: Sequence[Mapping[str, Any]], synchronous: bool) -> dict[str
         "hps/waiting_seconds": mean("waiting_seconds"),
         "hps/epoch_wait_seconds": mean("epoch_wait_seconds"),
         "hps/batch_size": sum(w["samples"] for w in rows) / max(sum(w["steps"] for w in rows), 1),
+        "hps/megabytes_up": sum(w["bytes_up"] for w in rows) / 1e6,
+        "hps/megabytes_down": sum(w["bytes_down"] for w in rows) / 1e6,
     }
     if synchronous:
         return logs
@@ -210,6 +212,8 @@ class Books:
         self._bytes, self._busy, self._pushes, self._epochs = 0, 0.0, 0, 0
         self._notes: dict[str, str] = {}
         self._model = self._coordinator.consistency
+        self._widths, self._coded = (32, 32), False
+        self._refused = 0
 
     def follows(self, model: Consistency) -> None:
         """The consistency model that the user asked for."""
@@ -218,6 +222,11 @@ class Books:
     def begin_updates(self, versions: Sequence[int], nbytes: int) -> None:
         """The optimizers of this `fit` are known: their versions, and the bytes of all their parameters."""
         self._first_versions, self._bytes = list(versions), nbytes
+
+    def widths(self, push: int, pull: int) -> None:
+        """Gradients and parameters travel with so many bits from now on."""
+        self._widths = push, pull
+        self._coded |= min(push, pull) < 32
 
     def busy(self, seconds: float) -> None:
         """The server was busy with a push."""
@@ -228,13 +237,25 @@ class Books:
         """Keeps a line for the summary; a later one about the same replaces it."""
         self._notes[about] = text
 
-    def end_epoch(self) -> dict[str, float]:
-        """Returns the logs of the epoch that ends, and begins the next."""
+    def end_epoch(self, coding: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Returns the logs of the epoch that ends, and begins the next.
+
+        Args:
+            coding: Of each worker: ``error``, the mean relative error of its messages; ``refused``, gradients that were
+                not finite.
+        """
         now = self._totals()
         self._epochs += 1
         rows = [row(n, *both) for n, both in enumerate(zip(now, self._epoch))]
         self._epoch = now
-        return epoch_logs(rows, isinstance(self._model, BSP))
+        logs = epoch_logs(rows, isinstance(self._model, BSP))
+        self._refused += int(sum(worker["refused"] for worker in coding))
+        if self._coded:
+            push, pull = self._widths
+            logs |= {"hps/push_bits": float(push), "hps/pull_bits": float(pull)}
+            logs["hps/push_error"] = sum(worker["error"] for worker in coding) / max(len(coding), 1)
+            logs["hps/refused"] = float(sum(worker["refused"] for worker in coding))
+        return logs
 
     def summary(self) -> dict[str, Any]:
         """What each worker did in this `fit`; see :class:`Summary`."""

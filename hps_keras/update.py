@@ -17,6 +17,7 @@ import numpy as np
 from keras import ops
 
 from hps_keras import backends
+from hps_keras.coding import EXACT, WHOLE, ParameterCoder
 from hps_keras.consistency import corrected_momentum
 from hps_keras.errors import ConfigurationError
 from hps_keras.fused import FusedUpdater, fits, keras_class
@@ -54,7 +55,8 @@ class ServerOptimizer:
         self.version = 0
         self.compensation = 0.0
         self._scratch: np.ndarray | None = None
-        self._held: dict[int, np.ndarray] = {}
+        self.coder = ParameterCoder(self.layout)
+        self._encoded = np.zeros(0, np.uint8)  # an encoded payload under way
         self._optimizer, constraints = _deserialize(description)
         self._given = {n: float(getattr(self._optimizer, n)) for n in _MOMENTA if hasattr(self._optimizer, n)}
         self._decay = self._optimizer.weight_decay
@@ -148,17 +150,36 @@ class ServerOptimizer:
 
     # -- under asynchrony --
 
+    @property
+    def keeps(self) -> bool:
+        """Whether what workers hold is kept: for delay compensation and for differences, a copy per worker."""
+        return bool(self.compensation) or self.coder.bits < WHOLE
+
     def hold(self, worker: int) -> None:
-        """Notes that a worker holds the present parameters, when there is delay compensation: a copy per worker."""
-        if self.compensation:
-            if worker not in self._held:
-                self._held[worker] = self.layout.allocate()
-            self._held[worker][...] = self.parameters
+        """Notes that a worker holds the present parameters, where that is kept."""
+        if self.keeps:
+            self.coder.hold(worker, self.parameters)
+
+    def answer(self, worker: int) -> tuple[int, np.ndarray]:
+        """Returns the width and the memory of an answer with the present parameters, which the worker then holds."""
+        if self.coder.bits < EXACT:
+            message = self.coder.encode(worker, self.parameters, self.version, bool(self.compensation))
+            if message is not None:
+                return self.coder.bits, message
+        self.hold(worker)
+        return EXACT, self.parameters
+
+    def encoded(self, bits: int) -> np.ndarray:
+        """Room for an encoded gradient that is received."""
+        nbytes = self.coder.codecs[bits].nbytes
+        if self._encoded.size != nbytes:
+            self._encoded = aligned_zeros(nbytes, np.uint8)
+        return self._encoded
 
     def compensate(self, worker: int) -> None:
         """Corrects the gradient of a worker for what others have changed since the parameters that it holds."""
         if self.compensation:
-            self.compensate_from(self._held[worker])
+            self.compensate_from(self.coder.held(worker))
 
     def compensate_from(self, held: np.ndarray) -> None:
         """Adds lambda g g (theta - held) to the gradient g (DC-ASGD, Zheng 2017).

@@ -18,12 +18,12 @@ from keras import ops
 
 from hps_keras import backends, wire
 from hps_keras import optimizer as wrapping
+from hps_keras.coding import EXACT
 from hps_keras.consistency import Auto
-from hps_keras.errors import ConfigurationError
+from hps_keras.errors import ConfigurationError, HpsError
+from hps_keras.group import Group
 from hps_keras.inventory import moving_variables, ownership
-from hps_keras.layout import ParameterLayout
 from hps_keras.link import Link
-from hps_keras.pieces import Pieces
 from hps_keras.scheduling import Lease
 from hps_keras.shares import Resizing
 from hps_keras.slots import state_to_send
@@ -31,24 +31,6 @@ from hps_keras.stash import applied_since
 from hps_keras.wire import Flag, Header, Kind
 
 logger = logging.getLogger("hps_keras")
-
-
-class _Group:
-    """One wrapped optimizer in this `fit`: the variables that it owns, their buffers and what the server last said."""
-
-    def __init__(self, index: int, optimizer: Any, variables: Sequence[int], count: int) -> None:
-        self.index, self.optimizer, self.variables, self.count = index, optimizer, list(variables), count
-        owned = [optimizer._trainable_variables[i] for i in self.variables]
-        self.layout = ParameterLayout.of((v.path, v.shape, str(v.dtype)) for v in owned)
-        self.out, self.into = self.layout.allocate(), self.layout.allocate()
-        self.out_views, self.in_views = self.layout.views(self.out), self.layout.views(self.into)
-        self.pieces = Pieces(self.layout)
-        self.version = 0
-        self.samples = 0
-        self.place = {variable: position for position, variable in enumerate(self.variables)}
-        for variable in owned:
-            if str(variable.dtype) == "float64":
-                logger.warning("%s is float64; between the ranks it travels as float32", variable.path)
 
 
 class Exchange:
@@ -62,7 +44,7 @@ class Exchange:
 
     def __init__(self, link: Link, model: Any, rank: int) -> None:
         self.link, self.model, self.rank = link, model, rank
-        self.groups: list[_Group] = []
+        self.groups: list[Group] = []
         self.samples = 0  # since the last synchronisation, the weight of this worker's statistics
         self.stop_asked = False
         self.feed: Any = None  # a data.Feed when the server lends the samples
@@ -74,6 +56,8 @@ class Exchange:
         self.epoch_over = False  # it has no more of this pass for this worker
         self.metrics: dict[str, float] = {}  # of the last epoch's exchange, over all workers
         self.last_seconds, self.last_samples = 0.0, 0
+        self._bits = (EXACT, EXACT)  # of gradients and of parameters, the same on all workers
+        self._bad = 0  # gradients of this epoch that were not finite
         self._answered: float | None = None  # when the last step ended; what comes since is the next one's time
         self._started = False
         self._moving: tuple[list[tuple[Any, np.ndarray]], np.ndarray] = ([], np.zeros(0, np.uint8))
@@ -162,7 +146,7 @@ class Exchange:
         optimizers = [o for o in wrapping.wrapped_in(self.model) if o.built]
         self._idle = [o for o in wrapping.wrapped_in(self.model) if not o.built]
         owned = ownership(optimizers, present)
-        self.groups = [_Group(i, o, owned[i], self._counts.get(id(o), 0)) for i, o in enumerate(optimizers)]
+        self.groups = [Group(i, o, owned[i], self._counts.get(id(o), 0)) for i, o in enumerate(optimizers)]
         places = {id(v): i for i, v in enumerate(self.model.weights)}
         bodies, payload, states = [], [], []
         for group in self.groups:
@@ -184,7 +168,7 @@ class Exchange:
                 payload.append(group.out)
                 states.append(memory)
             half.state = None
-        value = {"groups": bodies, "living": wrapping.living_tokens()}
+        value = {"groups": bodies, "living": wrapping.living_tokens(), "bits": self._asked_bits()}
         text, _ = self.link.gather("declare", value, payload=[*payload, *states])
         for group, version, token in zip(self.groups, text["versions"], text["tokens"]):
             group.version = version
@@ -195,7 +179,12 @@ class Exchange:
                 group.optimizer._iterations.assign_add(steps - self._steps[id(group.optimizer)])
                 if rate is not None and wrapping.assigned_rate(group.optimizer) is not None:
                     group.optimizer.learning_rate = rate
+        self._bits = tuple(text["bits"])
         self.synchronous = self.groups[0].optimizer.__dict__["_hps"].consistency.synchronous
+
+    def _asked_bits(self) -> list[int]:
+        """The widths, up and down, that this worker's optimizers ask for; the chief's count."""
+        return list(wrapping.wrapped_in(self.model)[0].__dict__["_hps"].bits)
 
     # -- every step --
 
@@ -286,7 +275,7 @@ class Exchange:
         if answer.flags & Flag.STOP:
             self.stop_asked = True
 
-    def _applied(self, group: _Group, step: backends.Step) -> tuple[backends.Stash, int]:
+    def _applied(self, group: Group, step: backends.Step) -> tuple[backends.Stash, int]:
         """What an optimizer left behind in the last step, and whether it was applied in it."""
         stash = step.stash(group.optimizer)
         applied = applied_since(group.count, stash.applied)
@@ -299,7 +288,7 @@ class Exchange:
             )
         return stash, applied
 
-    def _add_up(self, group: _Group, step: backends.Step) -> None:
+    def _add_up(self, group: Group, step: backends.Step) -> None:
         """Adds the gradient of a piece of a batch to those of the pieces before it."""
         stash, applied = self._applied(group, step)
         if group.optimizer.gradient_accumulation_steps:
@@ -315,7 +304,7 @@ class Exchange:
         # The pieces are one update: its schedule, if it has one, has not gone on yet.
         step.rewind(group.optimizer)
 
-    def _exchange(self, group: _Group, step: backends.Step) -> None:
+    def _exchange(self, group: Group, step: backends.Step) -> None:
         stash, applied = self._applied(group, step)
         accumulates = bool(group.optimizer.gradient_accumulation_steps)
         group.samples += step.samples
@@ -333,8 +322,12 @@ class Exchange:
             step.gradients(group.optimizer, group.variables, present, group.out_views)
         if group.pieces.samples:
             samples, present = group.pieces.finish(group.out, samples, present)
-        if samples:
-            payload = (group.out,)
+        message = group.coder.encode(group.out, self._bits[0]) if samples else None
+        if samples and message is None:
+            self._refused(group)
+            samples = 0
+        if message is not None:
+            payload = (message,)
             if len(present) < len(group.variables):
                 body = [group.place[v] for v in present if v in group.place]
         header = Header(
@@ -348,25 +341,43 @@ class Exchange:
             sync_every=group.optimizer.__dict__["_hps"].sync_every,
             limit=self._limit,
             memory=self.headroom.memory if self.headroom else 0,
+            bits=self._bits[0],
         )
         answer, versions, _ = self.link.request(header, body, payload, into=partial(self._memory, group))
         group.version = answer.version
         for fresh, version in zip(self._fresh(group, answer), versions or [answer.version]):
             fresh.version = version
+            fresh.decode(answer.bits)
             step.assign(fresh.optimizer, fresh.variables, fresh.layout, fresh.into)
         if not self._lent:
             self._take_lease(answer)
         if answer.flags & Flag.STOP:
             self.stop_asked = True
 
-    def _fresh(self, group: _Group, answer: Header) -> list[_Group]:
+    def _fresh(self, group: Group, answer: Header) -> list[Group]:
         """The groups whose parameters come with an answer to one group's push: all at the end of a forced sync."""
         if answer.flags & Flag.SYNC:
             return self.groups
         return [group] if answer.flags & Flag.FRESH else []
 
-    def _memory(self, group: _Group, answer: Header) -> list[np.ndarray]:
-        return [fresh.into for fresh in self._fresh(group, answer)]
+    def _memory(self, group: Group, answer: Header) -> list[np.ndarray]:
+        return [fresh.room(answer.bits) for fresh in self._fresh(group, answer)]
+
+    def _refused(self, group: Group) -> None:
+        """A gradient holds NaN or infinities: it is not sent."""
+        self._bad += 1
+        if group.coder.refused == 1:
+            logger.warning(
+                "worker %d: a gradient of optimizer %r holds NaN or infinities and is not sent",
+                self.rank,
+                group.optimizer.name,
+            )
+        most = group.optimizer.__dict__["_hps"].max_bad_pushes
+        if group.coder.refused >= most:
+            raise HpsError(
+                f"worker {self.rank}: {most} gradients in a row hold NaN or infinities (max_bad_pushes={most}): lower "
+                "the learning rate, clip gradients, or look at this worker's data"
+            )
 
     # -- the ends --
 
@@ -381,7 +392,10 @@ class Exchange:
         owned = {id(g.optimizer._trainable_variables[i]) for g in self.groups for i in g.variables}
         extras = moving_variables(self.model, owned)
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in extras])
-        body = {"extras": described, "stop": stop, "unused": self.feed is not None and self.feed.unused}
+        coding = {"error": max(g.coder.error() for g in self.groups), "refused": self._bad}
+        self._bad = 0
+        unused = self.feed is not None and self.feed.unused
+        body = {"extras": described, "stop": stop, "unused": unused, "coding": coding}
         into = [g.into for g in self.groups] + [memory]
         text, _ = self.link.gather("pause", body, self.samples, [memory] if memory.nbytes else (), into)
         for group, version in zip(self.groups, text["versions"]):
@@ -413,7 +427,8 @@ class Exchange:
 
     def resume(self, stop: bool, last: bool) -> bool:
         """Ends the pause after an epoch, perhaps the `last`, with all others; returns whether one wants to stop."""
-        text = self._share_changes("resume", {"stop": stop, "last": last})
+        text = self._share_changes("resume", {"stop": stop, "last": last, "bits": self._asked_bits()})
+        self._bits = tuple(text["bits"])
         self._begin_pass(text["leases"])
         return bool(text["stop"])
 

@@ -138,6 +138,8 @@ def test_the_logs_of_an_epoch_weigh_each_gradient_alike():
         "hps/waiting_seconds",
         "hps/epoch_wait_seconds",
         "hps/batch_size",
+        "hps/megabytes_up",
+        "hps/megabytes_down",
     }
 
 

@@ -1,0 +1,51 @@
+"""One wrapped optimizer in one `fit`, on a worker: its variables, their buffers, and what crosses the wire for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from hps_keras.coding import EXACT, GradientCoder, take_parameters
+from hps_keras.layout import ParameterLayout
+from hps_keras.pieces import Pieces
+
+logger = logging.getLogger("hps_keras")
+
+
+class Group:
+    """One wrapped optimizer in this `fit`: the variables that it owns, their buffers and what the server last said."""
+
+    def __init__(self, index: int, optimizer: Any, variables: Sequence[int], count: int) -> None:
+        self.index, self.optimizer, self.variables, self.count = index, optimizer, list(variables), count
+        owned = [optimizer._trainable_variables[i] for i in self.variables]
+        self.layout = ParameterLayout.of((v.path, v.shape, str(v.dtype)) for v in owned)
+        self.out, self.into = self.layout.allocate(), self.layout.allocate()
+        self.out_views, self.in_views = self.layout.views(self.out), self.layout.views(self.into)
+        self.pieces = Pieces(self.layout)
+        self.coder = GradientCoder(self.layout)
+        self._message = np.zeros(0, np.uint8)
+        for view, variable in zip(self.in_views, owned):  # what the server knows that this worker holds
+            view[...] = ops.convert_to_numpy(variable)
+        self.version = 0
+        self.samples = 0
+        self.place = {variable: position for position, variable in enumerate(self.variables)}
+        for variable in owned:
+            if str(variable.dtype) == "float64":
+                logger.warning("%s is float64; between the ranks it travels as float32", variable.path)
+
+    def room(self, bits: int) -> np.ndarray:
+        """Where an answer of that width goes."""
+        if bits == EXACT:
+            return self.into
+        if self._message.size != self.coder.codecs[bits].nbytes:
+            self._message = self.coder.codecs.room(bits)
+        return self._message
+
+    def decode(self, bits: int) -> None:
+        """Turns an answer that :meth:`room` has taken into parameters."""
+        if bits < EXACT:
+            take_parameters(self.coder.codecs, bits, self._message, self.into)
