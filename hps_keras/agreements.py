@@ -120,12 +120,17 @@ class Agreements:
                 raise ConfigurationError(
                     f"worker {rank} fits {said[0]}, worker {chief} {said[1]}: give all workers the same, whole data set"
                 )
-            for name, remedy in _ALIKE:
+            for name, reason in _ALIKE:
                 if offer and offer[name] != offers[chief][name]:
                     raise ConfigurationError(
                         f"{name}={offer[name]} of the ElasticDataset of worker {rank}, {name}={offers[chief][name]} of "
-                        f"worker {chief}: they would not train on the same order of samples; {remedy}"
+                        f"worker {chief}: {reason}"
                     )
+            if offer and offer["resizing"] != offers[chief]["resizing"]:
+                raise ConfigurationError(
+                    f"worker {rank} has {_resizer(offer)}, worker {chief} {_resizer(offers[chief])}: the sizes of all "
+                    "batches are chosen together; list the same hps.callbacks.BatchResizer on all, or on none"
+                )
         if offers[chief]:
             self._seed = offers[chief]["seed"]
             sizes = {rank: offer["batch_size"] for rank, offer in offers.items()}
@@ -375,11 +380,22 @@ def _is_float(array: np.ndarray) -> bool:
 
 
 _ALIKE = (
-    ("shuffle", "give all the same"),
-    ("order", "give all the same kind of x with the same sizes, and install the same numpy"),
-    ("resizing", "list the same hps.callbacks.BatchResizer on all, or on none"),
+    ("shuffle", "they would not train on the same order of samples; give all the same"),
+    (
+        "order",
+        "the same seed would give them different orders of the samples; give all the same kind of x with the same "
+        "sizes, and install the same numpy",
+    ),
 )
-"""What must be the same in all workers' ElasticDataset, and what to do if it is not."""
+"""What must be the same in all workers' ElasticDataset, why, and what to do if it is not."""
+
+
+def _resizer(offer: Mapping[str, Any]) -> str:
+    """Names the BatchResizer of a worker."""
+    described = offer["resizing"]
+    if described is None:
+        return "no hps.callbacks.BatchResizer"
+    return f"hps.callbacks.BatchResizer({', '.join(f'{name}={value!r}' for name, value in described.items())})"
 
 
 def _adapting(offers: Mapping[int, Mapping[str, Any]], sizes: Mapping[int, int]) -> BatchSizes | None:

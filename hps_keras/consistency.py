@@ -146,7 +146,8 @@ class SSP(Asynchronous):
 class WASP(Asynchronous):
     """Weighted asynchronous parallel (Ye 2018): gradients weighted by staleness, forced syncs.
 
-    Only the abstract of that paper is at hand. The rule here: after ``sync_every`` pushes per present worker, each
+    Only the abstract of that paper is at hand. The rule here: after ``sync_every`` pushes per worker, of those
+    who trained when the period began, each
     further push is still applied but its answer is held, until every present worker holds one; then all get the same
     parameters and go on.
 
@@ -292,3 +293,22 @@ def resolve(given: Consistency | str | None, environ: Mapping[str, str] = os.env
         )
     text = environ.get("HPS_CONSISTENCY")
     return parse(text, "HPS_CONSISTENCY") if text else BSP()
+
+
+def overruled(given: Consistency | str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns what to tell a user whose ``HPS_CONSISTENCY`` an argument makes void; None where both say the same."""
+    text = environ.get("HPS_CONSISTENCY")
+    if given is None or not text:
+        return None
+    model = resolve(given, environ)
+    try:
+        same = parse(text) == model
+    except ConfigurationError:
+        same = False
+    if same:
+        return None
+    return (
+        f"HPS_CONSISTENCY={text.strip()} has no effect: the script asks for consistency={str(model)!r}, which wins; "
+        "leave consistency= out of hps.DistributedOptimizer to choose from outside (hpsrun --consistency sets that "
+        "variable)"
+    )

@@ -20,7 +20,7 @@ import numpy as np
 from keras import ops
 
 from hps_keras import backends, cluster, slots, stash
-from hps_keras.consistency import Consistency, resolve
+from hps_keras.consistency import Consistency, overruled, resolve
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.layout import ParameterLayout
 from hps_keras.precision import WIDTHS
@@ -32,6 +32,7 @@ _APPLY_COUNTS = "_iterations" in keras.optimizers.Optimizer.apply.__code__.co_na
 _number = itertools.count()
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _classes: dict[type, type] = {}
+_said: set[str] = set()
 _CONTAINERS: Any = tuple(
     getattr(keras.optimizers, name)
     for name in ("LossScaleOptimizer", "MultiOptimizer")  # the second came with Keras 3.15
@@ -232,6 +233,7 @@ def DistributedOptimizer(
     backends.name()
     if cluster.current().alone:
         return optimizer
+    _say_once(overruled(consistency))
     if isinstance(optimizer, _CONTAINERS):
         if not inside(optimizer):
             raise ConfigurationError(
@@ -253,6 +255,15 @@ def DistributedOptimizer(
     if optimizer.built:
         stash.make(optimizer)
     return optimizer
+
+
+def _say_once(warning: str | None) -> None:
+    """Warns on the chief, whatever the number of optimizers."""
+    here = cluster.current()
+    if warning is None or here.is_server or here.rank or warning in _said:
+        return
+    _said.add(warning)
+    logger.warning("%s", warning)
 
 
 def _width(name: str, bits: Any) -> int:

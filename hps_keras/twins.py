@@ -1,7 +1,8 @@
 """Notices that all workers train on the same data: the usual mistake of a script that does not shard its data.
 
 Two signs: the data sets that they give to `fit` look the same (then each may shuffle it in its own order), or their
-first gradients are the same to the last bit.
+first gradients are the same to the last bit. Where the server lends the samples it is the other way round: there the
+mistake is data that was sharded.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from collections.abc import Mapping
 import numpy as np
 
 logger = logging.getLogger("hps_keras")
+
+_DIFFERENT = (
+    "the workers gave different samples to their ElasticDataset: the server lends numbers of samples, so some would be "
+    "trained on more than once in a pass, and others never. Give the whole data, in the same order, on all ranks; do "
+    "not shard it"
+)
 
 
 class Twins:
@@ -27,13 +34,16 @@ class Twins:
 
         Args:
             fingerprints: What each worker's data looks like, None where that cannot be seen.
-            lent: Whether the server lends the samples, so that the same data on all is right.
+            lent: Whether the server lends the samples, so that the same data on all is right, and other data wrong.
         """
         self._watched, self._sums = set(), {}
-        if lent or len(fingerprints) < 2:
+        if len(fingerprints) < 2:
             return
         values = set(fingerprints.values())
-        if None in values:
+        if lent:
+            if len(values - {None}) > 1:
+                logger.warning(_DIFFERENT)
+        elif None in values:
             self._watched = set(fingerprints)
         elif len(values) == 1:
             self._say("give the same data to fit")
@@ -53,11 +63,11 @@ class Twins:
         if len(sums) > 1:
             self._watched.clear()
         elif not self._watched:
-            self._say("computed the same first gradient")
+            self._say("computed the same first gradient, so they train on the same data")
 
     def _say(self, what: str) -> None:
         logger.warning(
-            "all workers %s: each trains on all of it, in place of its share. Split it with hps.data.shard(...), or "
-            "let the server lend the samples (hps.data.ElasticDataset)",
+            "all workers %s: each goes through the whole data, in place of its share. Split it with "
+            "hps.data.shard(...), or let the server lend the samples (hps.data.ElasticDataset)",
             what,
         )

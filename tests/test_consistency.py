@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hps_keras as hps
-from hps_keras.consistency import ASP, BSP, MOMENTUM, SSP, WASP, Consistency, corrected_momentum, parse, resolve
+from hps_keras.consistency import (
+    ASP,
+    BSP,
+    MOMENTUM,
+    SSP,
+    WASP,
+    Consistency,
+    corrected_momentum,
+    overruled,
+    parse,
+    resolve,
+)
 from hps_keras.errors import ConfigurationError
 
 AMOUNT = st.floats(0, 1e300)
@@ -112,6 +123,24 @@ def test_models_are_values():
 )
 def test_the_argument_wins_over_the_variable_and_that_over_the_default(given, environ, model):
     assert resolve(given, environ) == model
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "said"),
+    [
+        (None, "asp", ()),
+        ("bsp", "", ()),
+        (WASP(50), "WASP:50\n", ()),
+        ("wasp", "wasp:50", ()),
+        (BSP(), "wasp:50", ("HPS_CONSISTENCY=wasp:50 has no effect", "consistency='bsp'", "leave consistency= out")),
+        ("ssp:3", "ssp:4", ("HPS_CONSISTENCY=ssp:4", "'ssp:3'")),
+        ("asp", "nonsense", ("HPS_CONSISTENCY=nonsense", "'asp'")),
+    ],
+)
+def test_a_variable_that_the_argument_overrules_is_told(given, variable, said):
+    text = overruled(given, {"HPS_CONSISTENCY": variable})
+    assert (text is None) == (not said)
+    assert all(part in text for part in said)
 
 
 def test_the_variable_is_read_when_it_is_needed(monkeypatch):
