@@ -33,7 +33,7 @@ class ParameterServer(keras.callbacks.Callback):
     On a parameter server, `fit` serves the workers until the job ends and then leaves the process with exit code 0:
     nothing that stands after `fit` in the script runs there.
 
-    In a world of one process it does nothing: training is plain Keras.
+    In a world of one process it does nothing: training is plain Keras, and the summary says so.
 
     Args:
         return_on_server: True gives control back to the script on the server too after each `fit`, with an empty
@@ -106,9 +106,9 @@ class ParameterServer(keras.callbacks.Callback):
         here.busy = "fit"
         exchange = self._exchange = worker.Exchange(link(here), self.model, here.rank)
         self._paused = False
-        if elastic is None:
-            exchange.looks = data.fingerprint_of(fit.get("x"))
-        else:
+        given = fit.get("x") if elastic is None else getattr(elastic.source, "arrays", None)
+        exchange.looks = data.fingerprint_of(given)
+        if elastic is not None:
             self._draw_leases(elastic, fit)
             exchange.resizing = resizer.options if resizer else None
             exchange.headroom = resizer.headroom(self.model, here.memory_sharers) if resizer else None
@@ -177,6 +177,11 @@ class ParameterServer(keras.callbacks.Callback):
                 self.model.stop_training = False
             self._epoch_samples = self._exchange.samples
             self._exchange.pause(bool(self.model.stop_training))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Says, in a process alone, that there was nothing to do; else the end comes after all other callbacks."""
+        if cluster.current().alone:
+            self.summary = Summary.alone(epochs=len(self.model.history.epoch))
 
     # -- what must run after all other callbacks --
 

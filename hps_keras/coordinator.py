@@ -29,7 +29,7 @@ from hps_keras.attendance import Attendance, Standing, State
 from hps_keras.consistency import Consistency
 from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Switch, Update, Wait
 from hps_keras.pacing import Flow, Group, Pacing, Released, Rounds, pacing
-from hps_keras.planning import Plan
+from hps_keras.planning import Fitted, Plan
 from hps_keras.scheduling import Lease
 from hps_keras.shares import BatchSizes
 
@@ -132,7 +132,7 @@ class Coordinator:
 
     def begin_pass(self) -> dict[int, Lease]:
         """Begins an epoch of lent samples; returns the first lease of each worker, nothing when none are lent."""
-        return self._plan.begin_pass(self.in_fit)
+        return self._plan.begin_pass(self.in_fit, self.consistency.synchronous)
 
     def push(self, push: Push, now: float) -> list[Decision]:
         """A worker's gradient was announced."""
@@ -162,8 +162,11 @@ class Coordinator:
             self._plan.leases and push.wants_lease
         ):  # the first push of a step: what it is lent now, the others do not hold
             self._plan.leases.pushed(push.worker)
-        if push.sync_every and push.worker == self._chief and isinstance(self._pacing, Flow):
-            self._pacing.sync_every = push.sync_every if push.sync_every > 0 else None
+        if push.sync_every and push.worker == self._chief:
+            if isinstance(self._pacing, Flow):
+                self._pacing.sync_every = push.sync_every if push.sync_every > 0 else None
+            if self._plan.chooser:
+                self._plan.chooser.sync_every = push.sync_every
         return self._booked(self._pacing.push(push)) + self._settle(now)
 
     def ask_lease(self, worker: int, now: float) -> list[Decision]:
@@ -172,7 +175,12 @@ class Coordinator:
         if me.state is not State.TRAINING or worker in self._asking:
             return self._refuse(worker, "asks for samples")
         me.owes_since, me.answered_at = now, None
-        return [Grant(worker, self._lend(worker, alone=True), self._stop)]
+        granted: list[Decision] = [Grant(worker, self._lend(worker, alone=True), self._stop)]
+        return granted + [Log(line) for line in self._plan.news()]
+
+    def fitted(self, worker: int) -> Fitted | None:
+        """What was fitted to a worker's steps, where batches follow the speed."""
+        return self._plan.fitted(worker)
 
     def return_leases(self, worker: int) -> None:
         """A worker ends its epoch before it has trained on what was lent to it last."""
@@ -263,9 +271,7 @@ class Coordinator:
         if rounds and taking and not self._stop:
             self._plan.begin_round(taking)
         answers: list[Decision] = [self._answer(push, released.sync, now) for push in released.pushes]
-        news = self._plan.news() if answers else None
-        if news:
-            answers.append(Log(news))
+        answers += [Log(line) for line in self._plan.news()]
         # With several optimizers, workers that are answered together may stand at different ones in their step. Those
         # who still train when others have ended the epoch are no sample of them.
         everyone = not self._numbers[State.PAUSED] and len(released.pushes) == len(self._attendance.training)

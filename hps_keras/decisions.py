@@ -28,6 +28,7 @@ class Push:
         sync_every: What the worker's `ForcedSync` callback asks for; 0 for nothing, -1 for no forced syncs.
         wants_lease: Whether the worker needs samples for its next step; so asks the first push of a step alone.
         limit: Most samples of a batch that the worker has memory for, 0 if unknown.
+        capacity: Samples that its memory would hold by all that is known, 0 if unknown.
         memory: Bytes that the worker can still use, 0 if unknown.
         timed: Whether `seconds` is typical: not when the step compiled something.
     """
@@ -42,6 +43,7 @@ class Push:
     sync_every: int = 0
     wants_lease: bool = False
     limit: int = 0
+    capacity: int = 0
     memory: int = 0
     timed: bool = True
 

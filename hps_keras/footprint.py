@@ -18,6 +18,7 @@ _FLOOR = 0.25
 _TRY, _STRETCH = 2, 4
 _APART = 1.5  # sizes that differ by this factor give a slope
 _RUNG = 1.1  # a size is written down when it is so much larger than the last one
+_FORGIVEN = 100  # peaks after which a size that was refused may be tried again
 _LASTING = 4  # peaks in a row that show that everything else has grown
 
 
@@ -34,6 +35,7 @@ class Footprint:
         self._rungs: list[tuple[int, int]] = []  # sizes that were the largest in turn, each with its lowest peak
         self._excess: deque[int] = deque(maxlen=_LASTING)
         self._refused: tuple[int, int] | None = None
+        self._since = 0  # peaks since then
 
     @property
     def largest(self) -> int:
@@ -65,6 +67,9 @@ class Footprint:
             self._start = peak
             return
         self._write(samples, peak)
+        self._since += 1
+        if self._since >= _FORGIVEN:
+            self._refused = None  # whatever it was that took the memory then
         self._excess.append(peak - self._rungs[-1][1])
 
     def refuse(self, samples: int, room: int) -> int:
@@ -74,7 +79,7 @@ class Footprint:
             size = self.largest
         self._rungs = [rung for rung in self._rungs if rung[0] < samples]
         self._excess.clear()  # it was that of another largest size
-        self._refused = size, room
+        self._refused, self._since = (size, room), 0
         return size
 
     def peak(self, samples: int) -> int | None:
@@ -100,6 +105,17 @@ class Footprint:
             if room <= then * 1.25:
                 fit = min(fit, size)
         return max(0, fit)
+
+    def holds(self, room: int) -> int | None:
+        """Returns how many samples `room` bytes would hold by what is known, tried or not; None if unknown."""
+        slope = self.per_sample
+        if slope is None or not self._rungs:
+            return None
+        size, peak = self._rungs[-1]
+        room -= self._risen()
+        return (
+            int(size + (room - peak) / slope) if room >= peak else max(0, int(self._fit(room + self._risen(), slope)))
+        )
 
     def _fit(self, room: int, slope: float) -> float:
         """The size whose peak is `room`: on the lines between the rungs, and beyond them."""

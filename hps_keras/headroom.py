@@ -30,6 +30,8 @@ class Headroom:
 
     Attributes:
         limit: Most samples in one batch; 0 unknown.
+        capacity: Samples that the memory would hold by all that is known, although such a batch was not tried yet or
+            did not fit once; 0 unknown. It may be more than `limit`.
         memory: Bytes that this process can still use, without the reserve.
 
     Raises:
@@ -50,7 +52,7 @@ class Headroom:
         system = os.environ.get("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "0").lower() in ("1", "true")
         self._pooled = backends.name() == "tensorflow" and not self._on_device and not system
         self._next, self._due = 0.0, True
-        self.limit = self.memory = 0
+        self.limit = self.capacity = self.memory = 0
         self._look()
         if self._prior and self.limit == 0:
             raise self._nothing_fits()
@@ -104,6 +106,7 @@ class Headroom:
             most = max(largest, min(most, int((room - self._used()) / each)))
         # What trains now fits, and 0 would mean that nothing is known.
         self.limit = 0 if most is None else max(int(started), most)
+        self.capacity = max(self.limit, self._footprint.holds(room) or 0)
         self._next = time.monotonic() + _PERIOD
 
     def _room(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import keras
 
 from hps_keras import optimizer as wrapping
+from hps_keras.consistency import Auto
 from hps_keras.errors import ConfigurationError
+from hps_keras.shares import Resizing
+
+logger = logging.getLogger("hps_keras")
 
 
 def ownership(optimizers: Sequence[Any], present: dict[int, tuple[int, ...]]) -> list[list[int]]:
@@ -71,3 +76,41 @@ def check_model(model: Any) -> None:
         raise ConfigurationError(
             "the model runs under tf.distribute with several replicas; start one rank for each device instead"
         )
+
+
+def asked_resizing(model: Any, resizing: Resizing | None, say: bool) -> dict[str, Any] | None:
+    """What the server is to do about the sizes of batches; None to leave them. Warns of what does not go with it.
+
+    Args:
+        model: The compiled model.
+        resizing: What a `BatchResizer` asks for.
+        say: Whether to warn.
+    """
+    optimizers = wrapping.wrapped_in(model)
+    if resizing is None and any(isinstance(o.__dict__["_hps"].consistency, Auto) for o in optimizers):
+        resizing = Resizing()  # what "auto" compares with WASP is BSP with shares
+    if resizing is None:
+        return None
+    for doubt in _doubts(model, optimizers) if say else []:
+        logger.warning("%s", doubt)
+    return resizing.to_json()
+
+
+def _doubts(model: Any, optimizers: Sequence[Any]) -> list[str]:
+    """What a user should know who lets batches differ in size."""
+    doubts = []
+    steps = [o.gradient_accumulation_steps for o in optimizers if o.gradient_accumulation_steps]
+    if steps:
+        doubts.append(
+            f"gradient_accumulation_steps={steps[0]}: batches keep their sizes, and 'auto' stays with BSP, because "
+            "most steps push nothing that could be timed; give a larger batch_size instead, of which "
+            "BatchResizer(mode='accumulate') makes pieces where memory is short"
+        )
+    losses = keras.tree.flatten(model.loss) if model.loss is not None else []
+    odd = {getattr(loss, "reduction", None) for loss in losses} - {None, "sum_over_batch_size", "mean"}
+    if odd:
+        doubts.append(
+            f"a loss with reduction={sorted(map(str, odd))[0]!r} is no mean over the samples of a batch: averaged over "
+            "batches of different sizes it is not the loss of one large batch; use the default reduction"
+        )
+    return doubts

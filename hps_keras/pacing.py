@@ -188,6 +188,7 @@ class Flow(Pacing):
         self._clocks: dict[int, int] = {}  # the most of them in any group: a step may pass a group over
         self._at: Counter[int] = Counter()  # training workers by clock
         self._slowest = 0
+        self._crew = 0  # the most that have trained together since all stood together: N of the period
         self._new: list[tuple[int, int]] = []  # held since `settle` looked last; the others wait for the slowest
         self.attendance_changed()
 
@@ -197,6 +198,7 @@ class Flow(Pacing):
 
     def attendance_changed(self) -> None:
         """Counts the clocks of those who train now."""
+        self._crew = max(self._crew, len(self.attendance.training))
         self._at = Counter(self._clocks.get(rank, 0) for rank in self.attendance.training)
         self._slowest = min(self._at, default=0)
         self._new = list(self._held)
@@ -212,7 +214,7 @@ class Flow(Pacing):
         weight = self._model.weight_of(group.version - push.version)
         group.version += 1
         group.since_sync += 1
-        if self.sync_every is not None and group.since_sync >= self.sync_every * len(self.attendance.training):
+        if self.sync_every is not None and group.since_sync >= self.sync_every * self._crew:
             self.waiting_in_sync = True
         rate = push.rate * weight * push.samples / group.typical
         return [Take(push, 1.0, first=True), Update(push.group, (push,), 1.0, rate, group.version, weight)]
@@ -253,7 +255,7 @@ class Flow(Pacing):
         for group in self.groups:
             group.since_sync = 0
         # All stand together. Their numbers of steps no longer matter; who was held for the bound would pass it by more.
-        self._steps, self._clocks = {}, {}
+        self._steps, self._clocks, self._crew = {}, {}, 0
         self.attendance_changed()
 
     @property

@@ -6,9 +6,9 @@ behind a choice from :mod:`hps_keras.choosing`; when to look at them is the coor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hps_keras.choosing import Machine, choose
 from hps_keras.consistency import BSP, Auto, Consistency
@@ -31,13 +31,11 @@ class _Seen:
         samples: Its largest batch.
         exchange: Mean seconds of a step beside computing, in rounds and in WASP. In a round all push together, and wait
             for each other at the server.
-        least: The least of them in rounds: what WASP is expected to need until it was tried.
     """
 
     times: StepTime = field(default_factory=StepTime)
     samples: int = 0
     exchange: dict[bool, float] = field(default_factory=dict)
-    least: float = math.inf
 
 
 class Chooser:
@@ -52,6 +50,7 @@ class Chooser:
         self._seen: dict[int, _Seen] = {}
         self.present: Consistency = BSP()
         self.chosen = False
+        self.sync_every: int | None = None  # of a ForcedSync callback: -1 for no syncs
 
     def observe(self, worker: int, samples: int, compute: float, whole: float) -> None:
         """Notes a worker's step.
@@ -66,8 +65,6 @@ class Chooser:
         beside, rounds = max(0.0, whole - compute), self.present.synchronous
         before = seen.exchange.get(rounds, beside)
         seen.exchange[rounds] = _KEEP * before + (1 - _KEEP) * beside
-        if rounds:
-            seen.least = min(seen.least, beside)
         seen.samples = max(seen.samples, samples)
         seen.times.observe(samples, compute)
 
@@ -82,18 +79,33 @@ class Chooser:
             workers: Who trains.
             sizes: Samples of each worker in a round of BSP, and in WASP; None when batches have a fixed size.
         """
+        beside = [self._seen[worker].exchange[True] for worker in workers]
+        least, mean = min(beside), sum(beside) / len(beside)
         machines = []
         for worker in workers:
             seen = self._seen[worker]
-            rounds, alone = (seen.exchange.get(synchronous, seen.least) for synchronous in (True, False))
+            rounds = seen.exchange[True]
+            # Until WASP was tried: as in rounds, without the mean of the time in which they queue at the server. Who
+            # is served first in a round does not queue.
+            alone = seen.exchange.get(False, max(least, rounds - (mean - least)))
             machines.append(Machine(seen.times.fixed, seen.times.per_sample, seen.times.jitter, rounds, alone))
         fixed = {worker: self._seen[worker].samples for worker in workers}
         of_rounds, of_wasp = ([given[worker] for worker in workers] for given in sizes or (fixed, fixed))
         now = None if not self.chosen else "bsp" if self.present.synchronous else "wasp"
-        choice = choose(machines, of_rounds, of_wasp, self._model.wasp.sync_every, now)
+        every = self._model.wasp.sync_every if self.sync_every is None else self.sync_every
+        choice = choose(machines, of_rounds, of_wasp, every if every and every > 0 else None, now)
         self.chosen = True
         self.present = BSP() if choice.name == "bsp" else self._model.wasp
         return f"auto takes {choice.text}"
+
+
+class Fitted(NamedTuple):
+    """A worker's time of a step, fixed + per_sample b, its jitter, and the batch size that it was given."""
+
+    fixed: float
+    per_sample: float
+    jitter: float
+    batch_size: int
 
 
 class Plan:
@@ -132,7 +144,7 @@ class Plan:
             whole: Seconds since the answer before it; None when it is not typical, as a first step is not.
         """
         if self.adapting and push.limit:
-            self.adapting.limit(push.worker, push.limit, push.memory)
+            self.adapting.limit(push.worker, push.limit, push.memory, push.capacity)
         if whole is None or not push.samples or not push.timed:
             return
         if self.adapting:
@@ -142,12 +154,19 @@ class Plan:
 
     # -- samples --
 
-    def begin_pass(self, workers: Sequence[int]) -> dict[int, Lease]:
-        """Begins a pass; returns the first lease of each worker, nothing when none are lent."""
+    def begin_pass(self, workers: Sequence[int], rounds: bool) -> dict[int, Lease]:
+        """Begins a pass; returns the first lease of each worker, nothing when none are lent.
+
+        Args:
+            workers: Who takes part.
+            rounds: Whether they train in rounds of BSP.
+        """
         if not self.leases:
             return {}
         if self.adapting:
-            self.leases.resize(self.adapting.round(workers, self.leases.samples))
+            samples = self.leases.samples
+            alone = {worker: self.adapting.alone(worker, samples) for worker in workers}
+            self.leases.resize(self.adapting.round(workers, samples) if rounds else alone)
         return self.leases.begin(workers)
 
     def begin_round(self, workers: Sequence[int]) -> None:
@@ -168,9 +187,16 @@ class Plan:
             self.leases.resize({worker: self.adapting.alone(worker, self.leases.left)})
         return self.leases.take(worker)
 
-    def news(self) -> str | None:
-        """A line for the user when sizes have moved."""
-        return self.adapting.news() if self.adapting else None
+    def news(self) -> list[str]:
+        """Lines for the user when sizes have moved."""
+        return self.adapting.news() if self.adapting else []
+
+    def fitted(self, worker: int) -> Fitted | None:
+        """What was fitted to a worker's steps; None where that is not done, or too little was seen."""
+        if not self.adapting or self.adapting.times[worker].steps < self.adapting.resizing.settle:
+            return None
+        times = self.adapting.times[worker]
+        return Fitted(times.fixed, times.per_sample, times.jitter, self.adapting.given(worker))
 
     # -- the model --
 
@@ -181,8 +207,8 @@ class Plan:
 
     def choose(self, workers: Sequence[int]) -> tuple[Consistency, str] | None:
         """Chooses the model for these workers anew, and says why in a line; None when it is not ours to choose."""
-        if not self.chooser or not workers or not self.chooser.measured(workers):
-            return None
+        if not self.chooser or len(workers) < 2 or not self.chooser.measured(workers):
+            return None  # one worker has nobody to wait for
         sizes = (self.adapting.ideal(workers), self.adapting.equal(workers)) if self.adapting else None
         why = self.chooser.choose(workers, sizes)
         return self.chooser.present, why

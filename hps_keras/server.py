@@ -235,6 +235,7 @@ def _push(worker: int, header: Header, body: Any) -> Push:
         sync_every=header.sync_every,
         wants_lease=bool(header.flags & Flag.LEASE),
         limit=header.limit,
+        capacity=header.capacity,
         memory=header.memory,
         timed=not header.flags & Flag.UNTIMED,
     )

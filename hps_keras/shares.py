@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from hps_keras.division import Line, Proportional, solve
@@ -23,6 +24,7 @@ _REFINE_UP_TO = 80  # steps of each worker up to which sizes may still move with
 _SURE = 3.0  # standard errors of a time that a size changes by at least
 _TOLD_FREELY = 5  # moves that are all reported
 _TOLD_CHANGE = 0.1  # change of a size since the last report that is reported later on
+_LEAST_GAIN = 0.005  # share of a round's time that new sizes must promise
 _SHOWN = 8  # sizes in a line
 
 
@@ -53,13 +55,16 @@ class Resizing:
         for name, choices in (("mode", MODES), ("shares", SHARES)):
             if getattr(self, name) not in choices:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(repr, choices))}")
-        good = isinstance(self.dead_band, (int, float)) and not isinstance(self.dead_band, bool)
+        band: Any = self.dead_band
+        good = isinstance(band, Real) and not isinstance(band, bool)
         if not good or not 0 <= self.dead_band < 1:
             raise ConfigurationError(f"dead_band={self.dead_band!r}: give a share of a batch from 0 to below 1")
         for name in ("settle", "unit"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
                 raise ConfigurationError(f"{name}={value!r}: give a whole number, 1 or more")
+            object.__setattr__(self, name, int(value))
+        object.__setattr__(self, "dead_band", float(self.dead_band))
 
     def to_json(self) -> dict[str, Any]:
         """Describes the options for another rank."""
@@ -102,6 +107,7 @@ class BatchSizes:
         self.times: dict[int, StepTime] = {worker: StepTime() for worker in batch_sizes}
         self._given = dict(batch_sizes)
         self._limits = {w: n for w, n in (limits or {}).items() if n > 0}
+        self._capacities = dict(self._limits)
         self._memory = dict(memory or {})
         self._reports: Counter[int] = Counter()  # how often each worker has told its limit
         self._growth = {worker: Growth() for worker in batch_sizes}
@@ -111,7 +117,7 @@ class BatchSizes:
         self._moves = 0
         self._balanced = False  # sizes have followed speeds
         self._told: dict[int, int] = dict(batch_sizes)
-        self._news: str | None = None
+        self._news: list[str] = []
         self._asked = 0
         self._capped = resizing.mode == "cap"
 
@@ -124,18 +130,26 @@ class BatchSizes:
         self.times[worker].observe(samples, seconds)
         self._growth[worker].observe(samples, seconds, self.times[worker].jitter, self.resizing.settle)
 
-    def limit(self, worker: int, samples: int, memory: int) -> None:
+    def limit(self, worker: int, samples: int, memory: int, capacity: int = 0) -> None:
         """The most samples that fit in a worker's memory are now these (0: not known), in so many bytes.
 
         A limit below the present size takes effect with the next size.
+
+        Args:
+            worker: The worker.
+            samples: The most in one batch.
+            memory: Bytes.
+            capacity: Samples that the memory would hold by all that is known, although no batch of so many was tried;
+                where limits do not hold B but these do, workers train in pieces.
         """
         self._meet(worker)
         self._reports[worker] += 1
         self._memory[worker] = memory
         if samples > 0:
-            self._limits[worker] = samples
+            self._limits[worker], self._capacities[worker] = samples, max(samples, capacity)
         else:
             self._limits.pop(worker, None)
+            self._capacities.pop(worker, None)
 
     def round(self, workers: Sequence[int], left: int) -> dict[int, int]:
         """Returns the sizes of one BSP round; they add up to B, or to what is left of the pass.
@@ -169,9 +183,10 @@ class BatchSizes:
             self._asked += 1
             size = self._sizes.get(worker, size)
         bound = self._limits.get(worker, size) if self._capped else size
-        if bound < size and self._told.get(worker) != bound:
+        told = self._told.get(worker, 0)
+        if bound < size and abs(bound - told) > _TOLD_CHANGE * told:
             self._told[worker] = bound
-            self._news = f"batches of {bound} instead of {size}: {self._room_of(worker)}"
+            self._news.append(f"batches of {bound} instead of {size}: {self._room_of(worker)}")
         return max(1, min(size, bound, left))
 
     def ideal(self, workers: Sequence[int]) -> dict[int, int]:
@@ -188,10 +203,14 @@ class BatchSizes:
         hard = self._hard(workers)
         return {w: min(self._given[w], hard[w]) for w in workers}
 
-    def news(self) -> str | None:
-        """Returns one line for the user when sizes have moved since the last call, though not of every small move."""
-        text, self._news = self._news, None
-        return text
+    def news(self) -> list[str]:
+        """Returns lines for the user when sizes have moved since the last call, though not of every small move."""
+        lines, self._news = self._news, []
+        return lines
+
+    def given(self, worker: int) -> int:
+        """The batch size that a worker was given."""
+        return self._given[worker]
 
     # -- when --
 
@@ -237,6 +256,8 @@ class BatchSizes:
             self._evidence = evidence
         old, new = (max(self.times[w].seconds(s[w]) for w in better) for s in (self._sizes, better))
         gains = old > (1 + self.resizing.dead_band) * new
+        if old <= (1 + _LEAST_GAIN) * new:
+            return False  # where a step is mostly fixed, sizes would wander for nothing
         for worker, size in better.items():
             change = abs(size - self._sizes[worker])
             if change > self._band(worker) * self._sizes[worker] and (change > 1 or gains):
@@ -256,7 +277,7 @@ class BatchSizes:
         changed = any(abs(n - self._told.get(w, 0)) > _TOLD_CHANGE * self._told.get(w, 0) for w, n in sizes.items())
         if sizes != self._told and (self._moves <= _TOLD_FREELY or changed):
             self._told = dict(sizes)
-            self._news = self._line(reason)
+            self._news.append(self._line(reason))
 
     # -- which --
 
@@ -301,11 +322,14 @@ class BatchSizes:
         most = {w: min(self._limits.get(w, self.total), self.total) if self._capped else self.total for w in present}
         everyone = len(present) == len(self._given)
         guessed = any(w in self._limits and self._reports[w] < self.resizing.settle for w in present)
-        if everyone and guessed and sum(most.values()) < self.total:
-            # Before a step has shown what a batch needs, a limit is a cautious guess, which is no reason to give up: a
-            # worker that is given more than it has room for trains that in pieces.
+        if not everyone or sum(most.values()) >= self.total:
+            return most
+        # A worker that is given more than its limit trains that in pieces. Before a step has shown what a batch needs,
+        # a limit is a cautious guess, and what was not tried yet may fit: neither is a reason to give up.
+        if guessed:
             return dict.fromkeys(present, self.total)
-        return most
+        held = {w: min(self._capacities.get(w, self.total), self.total) for w in present}
+        return held if sum(held.values()) >= self.total else most
 
     def _most(self, present: Collection[int]) -> dict[int, int]:
         """Upper bounds: memory, and the sizes beyond which a worker was found to be slower, if they hold B."""
@@ -337,6 +361,17 @@ class BatchSizes:
         limit = self._limits.get(worker, self.total)
         return f"worker {worker} has room for {limit} {'sample' if limit == 1 else 'samples'}{have}"
 
+    def _left_over(self, slowest: float) -> str:
+        """What to say of a worker that the others wait for although nothing more can be taken from it."""
+        worker = max(self._sizes, key=lambda w: self.times[w].seconds(self._sizes[w]))
+        others = [self.times[w].seconds(n) for w, n in self._sizes.items() if w != worker]
+        if self._sizes[worker] > 1 or not others or slowest < 1.25 * max(others):
+            return ""
+        return (
+            f", for which all wait for worker {worker}: its step takes that long whatever its batch, and shares cannot "
+            "help; WASP does not wait"
+        )
+
     def _line(self, reason: str) -> str:
         sizes = list(self._sizes.values())
         if len(sizes) > _SHOWN:
@@ -350,6 +385,7 @@ class BatchSizes:
         if all(self.times[w].steps for w in self._sizes):
             slowest = max(self.times[w].seconds(n) for w, n in self._sizes.items())
             text += f"; {_seconds(slowest)} a step"
+            text += self._left_over(slowest)
         return f"{text} ({reason})" if reason else text
 
 

@@ -28,7 +28,7 @@ from hps_keras.layout import aligned_zeros
 CHUNK_BYTES = 8 << 20
 _TAG_HEADER, _TAG_BODY, _TAG_PAYLOAD = 1, 2, 3
 _MAGIC = 0x31535048  # "HPS1"
-_STRUCT = struct.Struct("<I B B H q q q d d q q q q q q q q")
+_STRUCT = struct.Struct("<I B B H q q q d d q q q q q q q q q")
 
 
 class Kind(IntEnum):
@@ -80,6 +80,7 @@ class Header(NamedTuple):
         lease: Answer: position of the first of them in the present pass.
         sync_every: Push: steps per worker between forced syncs that the worker asks for; 0 for nothing, -1 for none.
         limit: Push: most samples in a batch that the worker has memory for, 0 if unknown.
+        capacity: Push: samples that its memory would hold by all that is known, 0 if unknown; at least `limit`.
         bits: Width of the payload's elements: 32 for float32, else see :mod:`hps_keras.coding`.
     """
 
@@ -98,6 +99,7 @@ class Header(NamedTuple):
     lease: int = 0
     sync_every: int = 0
     limit: int = 0
+    capacity: int = 0
     bits: int = 32
 
     def pack(self) -> bytes:

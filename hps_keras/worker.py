@@ -19,10 +19,9 @@ from keras import ops
 from hps_keras import backends, wire
 from hps_keras import optimizer as wrapping
 from hps_keras.coding import EXACT
-from hps_keras.consistency import Auto
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.group import Group
-from hps_keras.inventory import moving_variables, ownership
+from hps_keras.inventory import asked_resizing, moving_variables, ownership
 from hps_keras.link import Link
 from hps_keras.scheduling import Lease
 from hps_keras.shares import Resizing
@@ -80,7 +79,7 @@ class Exchange:
             "seed": self.feed.seed,
             "shuffle": self.feed.dataset.shuffle,
             "order": self.feed.dataset.order_print,
-            "resizing": self._resizing(),
+            "resizing": asked_resizing(self.model, self.resizing, say=self.rank == 0),
             "compiles": self._compiles and not self.model.run_eagerly,
             "limit": self._limit,
             "memory": self.headroom.memory if self.headroom else 0,
@@ -105,13 +104,6 @@ class Exchange:
             first = {rank: Lease(start, samples) for rank, start, samples in leases["first"]}
             self.feed.start(self._seed, leases["number"], first[self.rank])
             self.feed.piece = self._piece(first[self.rank])
-
-    def _resizing(self) -> dict[str, Any] | None:
-        """What the server is to do about the sizes of batches."""
-        models = [o.__dict__["_hps"].consistency for o in wrapping.wrapped_in(self.model)]
-        # What "auto" compares with WASP is BSP with shares.
-        asked = self.resizing or (Resizing() if any(isinstance(m, Auto) for m in models) else None)
-        return asked.to_json() if asked else None
 
     def _piece(self, lease: Lease) -> int:
         """Most samples of the lease's first batch, 0 for no bound."""
@@ -239,6 +231,11 @@ class Exchange:
                     step.run(train_function, *arguments)
                 break
             except Exception as error:
+                if self.feed is not None and _says_data_ended(error):
+                    raise HpsError(
+                        f"worker {self.rank}: the step on a lent batch ended as if there were no more data "
+                        f"({type(error).__name__}): neither train_step nor a data source may raise StopIteration"
+                    ) from error
                 rows = self.feed.handed if headroom is not None else 0
                 if not rows or not backends.is_out_of_memory(error):
                     raise
@@ -259,10 +256,15 @@ class Exchange:
     def _recover(self, step: backends.Step) -> None:
         """Forgets what a step that failed may have counted."""
         step.recover()
-        if backends.name() != "jax":  # there it has changed nothing
-            self._counts = {id(o): _count(o) for o in wrapping.wrapped_in(self.model)}
-            for group in self.groups:
-                group.count = self._counts[id(group.optimizer)]
+        if backends.name() == "jax":
+            return  # there it has changed nothing
+        before = self._counts | {id(group.optimizer): group.count for group in self.groups}
+        for optimizer in wrapping.wrapped_in(self.model):
+            now = self._counts[id(optimizer)] = _count(optimizer)
+            for _ in range(applied_since(before.get(id(optimizer), now), now)):
+                step.rewind(optimizer)  # it failed only after that
+        for group in self.groups:
+            group.count = self._counts[id(group.optimizer)]
 
     def _take_lease(self, answer: Header) -> None:
         self._lent = True
@@ -340,6 +342,7 @@ class Exchange:
             seconds=self._seconds,
             sync_every=group.optimizer.__dict__["_hps"].sync_every,
             limit=self._limit,
+            capacity=int(self.headroom.capacity) if self.headroom else 0,
             memory=self.headroom.memory if self.headroom else 0,
             bits=self._bits[0],
         )
@@ -474,6 +477,10 @@ class Exchange:
             final = described, (memory,)
         _, summary, _ = self.link.request(Header(Kind.EXIT), *final)
         return summary
+
+
+def _says_data_ended(error: Exception) -> bool:
+    return isinstance(error, StopIteration) or type(error).__name__ == "OutOfRangeError"
 
 
 def _differs(variable: Any, value: np.ndarray) -> bool:

@@ -340,12 +340,13 @@ class Referee:
 
     def _count_for_sync(self, group: Group) -> None:
         group.since_sync += 1
-        if self.every is not None and group.since_sync >= self.every * len(self._training):
+        if self.every is not None and group.since_sync >= self.every * self.crew:
             self.syncing = True
 
     def _stand_together(self) -> None:
         """All have the same parameters: a forced sync, or an epoch, ends."""
         self.syncing, self.steady = False, True
+        self.crew = len(self._training)  # N of the period that begins
         for group in self.groups:
             group.since_sync, group.steps = 0, Counter()
 

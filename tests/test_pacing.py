@@ -211,9 +211,13 @@ def test_a_sync_does_not_wait_for_one_that_waits_for_those_it_holds():
     assert job.idle == [0, 1, 2]
 
 
-def test_fewer_workers_need_fewer_pushes():
+def test_a_period_counts_those_who_began_it_and_the_next_needs_fewer_pushes():
+    """Else the end of an epoch, at which workers pause one after the other, would be a shower of syncs."""
     job = training(3, WASP(4))
     job.gather(2, "pause")
+    assert all(pushes(job, *[0] * 11))
+    assert pushes(job, 0) == [[]]
+    assert synced(job.push(1)) == [0, 1]
     assert all(pushes(job, *[0] * 7))
     assert pushes(job, 0) == [[]]
     assert synced(job.push(1)) == [0, 1]

@@ -81,7 +81,8 @@ class Limited:
     """A Headroom of numbers that the test chooses."""
 
     def __init__(self, limit, memory=1 << 20):
-        self.limit, self.memory, self.tried, self.guessed = limit, memory, [], False
+        self.limit = self.capacity = limit
+        self.memory, self.tried, self.guessed = memory, [], False
 
     def begin(self):
         pass
@@ -90,7 +91,7 @@ class Limited:
         self.tried.append(samples)
 
     def ran_out(self, samples):
-        self.limit = samples // 2
+        self.limit = self.capacity = samples // 2
         return self.limit
 
 

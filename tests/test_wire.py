@@ -134,6 +134,7 @@ headers = st.builds(
     lease=int64,
     sync_every=int64,
     limit=int64,
+    capacity=int64,
     bits=int64,
 )
 

@@ -118,7 +118,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         seen.add(id(cause))
         if isinstance(cause, MemoryError) or _own().is_out_of_memory(cause):  # numpy's is a MemoryError too
             return True
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__  # not its context: an error in handling another is one of its own
     return False
 
 
