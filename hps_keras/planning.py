@@ -163,10 +163,11 @@ class Plan:
         """
         if not self.leases:
             return {}
-        if self.adapting:
-            samples = self.leases.samples
-            alone = {worker: self.adapting.alone(worker, samples) for worker in workers}
-            self.leases.resize(self.adapting.round(workers, samples) if rounds else alone)
+        adapting, samples = self.adapting, self.leases.samples
+        if adapting and rounds:
+            self.leases.resize(adapting.round(workers, samples))
+        elif adapting:
+            self.leases.resize({worker: adapting.alone(worker, samples) for worker in workers})
         return self.leases.begin(workers)
 
     def begin_round(self, workers: Sequence[int]) -> None:
