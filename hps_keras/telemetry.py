@@ -47,6 +47,9 @@ class Summary:
             - ``step_seconds``, ``step_seconds_std``: mean and standard deviation of the time from an answer to the next
               push, on the server's clock
             - ``bytes_up``, ``bytes_down``: to and from the server
+            - ``fitted_fixed_seconds``, ``fitted_sample_seconds``, ``fitted_jitter``, ``given_batch_size``: only where
+              batches followed the speed (:class:`hps_keras.callbacks.BatchResizer`): the time of computing a step of b
+              samples, fixed + sample b, its relative scatter, and the batch size that the user gave
         server: ``push_seconds``: mean time that the server is busy with a push; ``pushes``; ``parameters_bytes``.
         notes: What was chosen for this run, e.g. the corrected momentum.
         epochs: Epochs that were trained.
@@ -65,6 +68,11 @@ class Summary:
         updates, workers, notes = (tuple(raw[name]) for name in ("updates", "workers", "notes"))
         return cls(raw["consistency"], updates, workers, raw["server"], notes, raw["epochs"])
 
+    @classmethod
+    def alone(cls, epochs: int = 0) -> Summary:
+        """What there is to say of a process that trained alone, without a parameter server."""
+        return cls("", (), (), epochs=epochs)
+
     def save(self, path: str | Path) -> None:
         """Writes everything to a JSON file, from which ``hpsrun simulate --from`` can predict other settings."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -75,6 +83,8 @@ class Summary:
         return float(sum(w["samples_per_second"] for w in self.workers))
 
     def __str__(self) -> str:
+        if not self.consistency:
+            return "one process alone trained as plain Keras: there was no parameter server and no exchange"
         columns: list[tuple[str, str, str]] = [
             ("worker", "worker", "d"),
             ("steps", "steps", "d"),
@@ -263,7 +273,7 @@ class Books:
         return {
             "consistency": str(self._model),
             "updates": [version - first for version, first in zip(versions, self._first_versions)],
-            "workers": [row(n, *both) for n, both in enumerate(zip(self._totals(), self._before))],
+            "workers": [row(n, *both) | self._fitted(n) for n, both in enumerate(zip(self._totals(), self._before))],
             "server": {
                 "push_seconds": self._busy / self._pushes if self._pushes else 0.0,
                 "pushes": self._pushes,
@@ -271,6 +281,18 @@ class Books:
             },
             "notes": list(self._notes.values()),
             "epochs": self._epochs,
+        }
+
+    def _fitted(self, worker: int) -> dict[str, float]:
+        """What was fitted to a worker's steps: where sizes change, their mean time and its scatter do not tell it."""
+        found = self._coordinator.fitted(worker)
+        if found is None:
+            return {}
+        return {
+            "fitted_fixed_seconds": found.fixed,
+            "fitted_sample_seconds": found.per_sample,
+            "fitted_jitter": found.jitter,
+            "given_batch_size": found.batch_size,
         }
 
     def _totals(self) -> list[Totals]:

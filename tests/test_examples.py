@@ -99,7 +99,7 @@ def test_impossible_speeds_are_refused(example, text):
 def test_one_process_alone_trains_as_plain_keras(few):
     done = start(SCRIPT, "--data", few, "--epochs", 2, "--speeds", "0.5")
     assert done.returncode == 0, done.stdout
-    assert "one process alone" in done.stdout
+    assert "one process alone trained as plain Keras" in done.stdout
     assert "--speeds had no effect" in done.stdout and "EMULATED" not in done.stdout
     assert len(re.findall(r"test accuracy \d+\.\d\d%", done.stdout)) == 1
 
@@ -124,6 +124,8 @@ def test_demo_compares_three_ways_under_hpsrun(few):
     assert "WASP:50, 2 workers, 20 updates" in done.stdout
     assert done.stdout.count("EMULATED") == 2
     assert "After 1,200 samples each" in done.stdout
+    assert re.search(r"^samples/s after the first epoch, waiting included +\d+ +\d+ +\d+$", done.stdout, re.MULTILINE)
+    assert re.search(r"^seconds in all, compiling included +[\d.]+ +[\d.]+ +[\d.]+$", done.stdout, re.MULTILINE)
     assert re.search(r"times BSP +1\.00 +\d\.\d\d +\d\.\d\d\n", done.stdout)
     text = " ".join(done.stdout.split())
     assert "no schedule can reach more than 1.50 times BSP" in text

@@ -494,6 +494,61 @@ def test_a_recorded_run_is_predicted(tmp_path):
     assert simulate(more).seconds == pytest.approx(200 * 0.1)
 
 
+def resized(rank, fixed, per_sample, given, mean, jitter=0.0, exchange=0.0):
+    """What a worker's row holds whose batches were of `mean` samples on average, far from what was `given`."""
+    compute = fixed + per_sample * mean
+    return {
+        "worker": rank,
+        "steps": 101,
+        "samples": 101 * mean,
+        "batch_size": float(mean),
+        "compute_seconds": 100 * compute,
+        "step_seconds": compute + exchange,
+        "step_seconds_std": 0.5 * compute,  # from the changing sizes: no jitter
+        "fitted_fixed_seconds": fixed,
+        "fitted_sample_seconds": per_sample,
+        "fitted_jitter": jitter,
+        "given_batch_size": given,
+    }
+
+
+SERVED = {"push_seconds": 0.0, "parameters_bytes": 246_824, "pushes": 202}
+
+
+def test_a_run_with_resized_batches_gives_the_fitted_times_of_the_given_sizes():
+    rows = (
+        resized(0, 0.01, 0.001, given=64, mean=96, exchange=0.004),
+        resized(1, 0.02, 0.003, given=64, mean=32, jitter=0.1),
+    )
+    run = reading.from_summary(dataclasses.asdict(Summary("bsp", (101,), rows, SERVED, epochs=1)), "--from 'run.json'")
+    (made,) = reading.scenarios(reading.merge(run, {}, {}))
+    assert [w.batch_size for w in made.workers] == [64, 64]
+    assert [w.step_seconds for w in made.workers] == pytest.approx([0.01 + 0.064 + 0.004, 0.02 + 0.192])
+    assert [w.fixed_seconds for w in made.workers] == pytest.approx([0.014, 0.02])
+    assert [w.jitter for w in made.workers] == pytest.approx([0.0, 0.1])
+    assert [w.seconds(m) for w, m in zip(made.workers, (96, 32))] == pytest.approx([0.11, 0.116]), "as recorded"
+    (other,) = reading.scenarios(reading.merge(run, {}, flags(step_seconds="5ms")))
+    assert {w.fixed_seconds for w in other.workers} == {0.0}, "the fixed part of other times"
+
+
+def test_a_process_alone_is_no_run_to_simulate_from(tmp_path):
+    Summary.alone(epochs=1).save(tmp_path / "run.json")
+    with pytest.raises(ConfigurationError, match=r"run.json' holds no worker that trained: one process alone .*hpsrun"):
+        reading.from_run(str(tmp_path / "run.json"))
+
+
+def test_rows_say_what_resizing_changes(capsys):
+    modes = "--consistency bsp --consistency wasp:50 --consistency auto --resize no --resize cap --resize accumulate"
+    common = "--workers 2 --speeds 1,0.5 --step-seconds 50ms --samples 6400"
+    main(f"{common} {modes}".split())
+    lines = capsys.readouterr().out.split("of the time")[0].splitlines()[3:]
+    assert [re.split("  +", line)[0] for line in lines if line] == [
+        *("bsp", "bsp + shares", "bsp + shares, accumulate"),
+        *("wasp:50", "wasp:50 + limits", "wasp:50 + limits, accumulate"),
+        *("auto", "auto, accumulate"),
+    ]
+
+
 GOOD = {"workers": "4", "step_seconds": "50ms", "samples": "1000"}
 
 
@@ -532,6 +587,7 @@ GOOD = {"workers": "4", "step_seconds": "50ms", "samples": "1000"}
         ({"fail": ["4@3"]}, ["--fail", "4", "0 to 3"]),
         ({"fail": ["1@3", "1@4"]}, ["--fail", "[1, 1]", "once"]),
         ({"seed": "-1"}, ["--seed", "-1"]),
+        ({"resize": ["bogus"]}, ["--resize", "'bogus'", "no, cap or accumulate"]),
         ({"epochs": ["1", "2"]}, ["--epochs", "one value"]),
         ({"epochs": {"a": 1}}, ["--epochs", "'a'", "N"]),
         ({"epochs": True}, ["--epochs", "True"]),

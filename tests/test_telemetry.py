@@ -2,11 +2,14 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from hps_keras.accounts import WorkerStatistics
-from hps_keras.telemetry import Summary, epoch_logs, row
+from hps_keras.consistency import BSP
+from hps_keras.planning import Fitted
+from hps_keras.telemetry import Books, Summary, epoch_logs, row
 
 NOTHING = (WorkerStatistics(), 0, 0)
 
@@ -162,6 +165,26 @@ def test_columns_stand_under_their_heads():
     ):
         end = head.index(title) + len(title)
         assert all(line[end - 1] != " " and line[end : end + 1] in (" ", "") for line in rows), title
+
+
+def test_a_process_alone_has_a_summary_that_says_so(tmp_path):
+    alone = Summary.alone(epochs=3)
+    assert "one process alone trained as plain Keras" in str(alone)
+    alone.save(tmp_path / "run.json")
+    assert Summary.of(json.loads((tmp_path / "run.json").read_text())) == alone
+    assert alone.samples_per_second == 0.0 and alone.epochs == 3
+
+
+def test_what_was_fitted_is_recorded_only_where_batches_followed_the_speed():
+    fitted = {1: Fitted(0.01, 0.002, 0.07, 64)}
+    coordinator = SimpleNamespace(
+        consistency=BSP(), statistics=lambda rank: did(pushes=2), fitted=fitted.get, version=lambda group: 0
+    )
+    wire = SimpleNamespace(bytes_received={}, bytes_sent={})
+    fixed, resized = Books(coordinator, wire, [0, 1]).summary()["workers"]
+    names = ("fitted_fixed_seconds", "fitted_sample_seconds", "fitted_jitter", "given_batch_size")
+    assert not any(name in fixed for name in names)
+    assert [resized[name] for name in names] == [0.01, 0.002, 0.07, 64]
 
 
 def test_no_worker_makes_no_table():

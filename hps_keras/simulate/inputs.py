@@ -16,9 +16,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hps_keras.consistency import Consistency, parse
+from hps_keras.consistency import Auto, Consistency, parse
 from hps_keras.errors import ConfigurationError
-from hps_keras.shares import Resizing
+from hps_keras.shares import MODES, Resizing
 from hps_keras.simulate.scenario import BYTES_PER_PARAMETER, Failure, Link, Scenario, Server, Slowdown, Worker
 
 
@@ -114,7 +114,10 @@ def failure(text: str) -> Failure:
 
 def resizing(text: str) -> Resizing | None:
     """Reads ``no``, ``cap`` or ``accumulate``."""
-    return None if text.strip().lower() == "no" else Resizing(mode=text.strip().lower())
+    mode = text.strip().lower()
+    if mode not in ("no", *MODES):
+        raise _Bad(f"give {', '.join(['no', *MODES[:-1]])} or {MODES[-1]}")
+    return None if mode == "no" else Resizing(mode=mode)
 
 
 class Setting(NamedTuple):
@@ -220,7 +223,8 @@ def from_summary(run: Mapping[str, Any], where: str) -> dict[str, Given]:
     """Fits settings to what ``Summary.save`` has written.
 
     The network is inside the recorded times, so that links cost nothing and must not be given again. The run's samples
-    are those of all its epochs, unless `samples` or `epochs` are given.
+    are those of all its epochs, unless `samples` or `epochs` are given. Where batches followed the speed, each worker
+    has the batch size that the user gave it and the time that was fitted; else no part of a step's time is fixed.
 
     Args:
         run: What was written.
@@ -231,21 +235,42 @@ def from_summary(run: Mapping[str, Any], where: str) -> dict[str, Given]:
     """
     try:
         rows = [w for w in run["workers"] if w["steps"]]
+        if not rows:
+            raise ConfigurationError(
+                f"{where} holds no worker that trained: one process alone has no parameter server; record a run of "
+                "several, e.g. hpsrun -np 3 train.py, one epoch is enough"
+            )
+        model, machines = run["consistency"], [_machine(w) for w in rows]
         fitted: dict[str, Any] = {
             "workers": len(rows),
-            "consistency": run["consistency"],
-            "step_seconds": [w["step_seconds"] for w in rows],
-            "jitter": [min(1.0, w["step_seconds_std"] / w["step_seconds"]) for w in rows],
-            "batch_size": [max(1, round(w["batch_size"])) for w in rows],
+            "consistency": model,
+            "step_seconds": [m.step_seconds for m in machines],
+            "jitter": [m.jitter for m in machines],
+            "batch_size": [m.batch_size for m in machines],
             "samples": sum(w["samples"] for w in rows) // max(1, run["epochs"]),
             "epochs": max(1, run["epochs"]),
             "parameters": run["server"]["parameters_bytes"] // BYTES_PER_PARAMETER,
             "push_seconds": run["server"]["push_seconds"],
         }
+        if any(m.fixed_seconds for m in machines):
+            fitted["fixed_seconds"] = [m.fixed_seconds for m in machines]
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         missing = f"{type(error).__name__}: {error}"
         raise ConfigurationError(f"{where} is no recorded run ({missing}); save one by ps.summary.save(...)") from None
     return {name: Given(value, f"{name} of {where}", recorded=True) for name, value in fitted.items()}
+
+
+def _machine(row: Mapping[str, Any]) -> Worker:
+    """A worker as it was recorded, its network in its steps."""
+    mean = row["step_seconds"]
+    if "given_batch_size" not in row:
+        jitter = min(1.0, row["step_seconds_std"] / mean)
+        return Worker(mean, max(1, round(row["batch_size"])), jitter=jitter)
+    # The first step, which compiles, is in no sum of seconds. What the server's clock saw beside computing is exchange.
+    exchange = max(0.0, mean - row["compute_seconds"] / max(1, row["steps"] - 1))
+    batch_size, fixed = row["given_batch_size"], row["fitted_fixed_seconds"] + exchange
+    whole = fixed + row["fitted_sample_seconds"] * batch_size
+    return Worker(whole, batch_size, fixed, min(1.0, row["fitted_jitter"]))
 
 
 def merge(run: Mapping[str, Given], file: Mapping[str, Given], flags: Mapping[str, Given]) -> dict[str, Given]:
@@ -264,6 +289,8 @@ def merge(run: Mapping[str, Given], file: Mapping[str, Given], flags: Mapping[st
     merged = {**run, **over}
     if "steps" in over and "samples" not in over:
         merged.pop("samples", None)
+    if "step_seconds" in over and "fixed_seconds" not in over:
+        merged.pop("fixed_seconds", None)  # a part of other times
     return merged
 
 
@@ -287,10 +314,16 @@ def scenarios(settings: Mapping[str, Given]) -> list[Scenario]:
             for chosen in product(
                 read.get("workers", [longest]), read.get("servers", [1]), models, read.get("resize", [None])
             )
+            if not _repeats(*chosen[2:], read.get("resize", []))
         ]
     except ConfigurationError as error:  # say it by the name under which it was given
         wrong = str(error).partition("=")[0]
         raise ConfigurationError(f"{settings[wrong].label}: {error}" if wrong in settings else str(error)) from None
+
+
+def _repeats(model: Consistency, resize: Resizing | None, modes: Sequence[Resizing | None]) -> bool:
+    """Whether this is the run of another mode: "auto" always resizes, so that "no" and "cap" are the same."""
+    return isinstance(model, Auto) and resize is None and Resizing() in modes
 
 
 def _scenario(

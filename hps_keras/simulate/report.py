@@ -174,9 +174,16 @@ def _baseline(report: Report, reports: Sequence[Report]) -> Report | None:
     return None
 
 
+def _resized(report: Report) -> str:
+    """What changes the batches beside the model: shares in rounds; memory alone in asynchronous models."""
+    model = report.consistency.partition(":")[0].partition(",")[0]
+    what = {"bsp": " + shares", "auto": ""}.get(model, " + limits")  # "auto" has its shares without being told
+    return {"no": "", "cap": what}.get(report.resize, f"{what}, {report.resize}")
+
+
 def label(report: Report, reports: Sequence[Report]) -> str:
     """Names a report among others: its model, and its workers and servers where they differ."""
-    text = report.consistency + {"no": "", "cap": " + shares"}.get(report.resize, f" + shares, {report.resize}")
+    text = report.consistency + _resized(report)
     if len({len(r.workers) for r in reports}) > 1:
         text += f" {len(report.workers)}w"
     if len({r.servers for r in reports}) > 1:
