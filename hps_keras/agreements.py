@@ -395,7 +395,8 @@ def _resizer(offer: Mapping[str, Any]) -> str:
     described = offer["resizing"]
     if described is None:
         return "no hps.callbacks.BatchResizer"
-    return f"hps.callbacks.BatchResizer({', '.join(f'{name}={value!r}' for name, value in described.items())})"
+    arguments = [f"{name}={value!r}" for name, value in described.items() if name != "unit"]  # which the server chooses
+    return f"hps.callbacks.BatchResizer({', '.join(arguments)})"
 
 
 def _adapting(offers: Mapping[int, Mapping[str, Any]], sizes: Mapping[int, int]) -> BatchSizes | None:
