@@ -255,6 +255,13 @@ try:
         raise ValueError("in a layer") from error
 except ValueError as error:
     found["raised from"] = backends.is_out_of_memory(error)
+try:
+    try:
+        raise MemoryError
+    except MemoryError:
+        raise ValueError("a mistake in handling it")
+except ValueError as error:
+    found["raised while"] = backends.is_out_of_memory(error)
 
 # Real steps: the peak of a batch that was not seen yet.
 headroom._PERIOD = 0.0  # every step counts
@@ -351,6 +358,7 @@ def test_memory_of_a_gpu_by_stand_ins(real):
 def test_errors_that_mean_too_little_memory(real):
     assert [error[0] for error in real["errors"]] == [True, True, False, False], real["errors"]
     assert real["raised from"] is True
+    assert not found["raised while"], "an error of its own"
 
 
 @slow
