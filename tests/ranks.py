@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -93,6 +94,19 @@ def run(
     if check:
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"
     return Ended(done.returncode, done.stdout, results)
+
+
+class Said(logging.Handler):
+    """The lines that the package logs in this process from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("hps_keras").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a line."""
+        self.lines.append(record.getMessage())
 
 
 def _main() -> None:

@@ -3,11 +3,9 @@
 One launch for each back end; its functions run one after the other in the same processes.
 """
 
-import logging
-
 import numpy as np
 import pytest
-from ranks import run
+from ranks import Said, run
 
 import hps_keras as hps
 from hps_keras.coding import EXACT, GradientCoder, ParameterCoder, take_gradient, take_parameters
@@ -86,16 +84,6 @@ def test_those_who_shared_answers_go_on_each_from_what_it_holds():
 
 
 # -- inside the ranks --
-
-
-class Said(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-        logging.getLogger("hps_keras").addHandler(self)
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def problem():

@@ -358,7 +358,7 @@ def test_memory_of_a_gpu_by_stand_ins(real):
 def test_errors_that_mean_too_little_memory(real):
     assert [error[0] for error in real["errors"]] == [True, True, False, False], real["errors"]
     assert real["raised from"] is True
-    assert not found["raised while"], "an error of its own"
+    assert not real["raised while"], "an error of its own"
 
 
 @slow

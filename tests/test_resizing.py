@@ -3,13 +3,12 @@
 Three launches for each back end; the functions of a launch run one after the other in the same processes.
 """
 
-import logging
 import time
 from itertools import chain
 
 import numpy as np
 import pytest
-from ranks import run
+from ranks import Said, run
 from test_data import compiled, error, identities, noting, numbers
 
 import hps_keras as hps
@@ -20,18 +19,6 @@ SAMPLES, BATCH, EPOCHS = 120, 4, 3
 
 
 # -- inside the ranks --
-
-
-class Said(logging.Handler):
-    """The lines that the package logs."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-        logging.getLogger("hps_keras").addHandler(self)
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def server_returns():
