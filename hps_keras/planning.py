@@ -6,8 +6,11 @@ behind a choice from :mod:`hps_keras.choosing`; when to look at them is the coor
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 from hps_keras.choosing import Machine, choose
@@ -19,7 +22,7 @@ from hps_keras.steptime import StepTime
 
 MEASURE = 20
 """Steps of every worker, the first apart, before the first choice."""
-_KEEP = 0.9  # of the mean exchange time, at each step
+_KEPT = 30  # exchanges of each worker that are looked at
 
 
 @dataclass
@@ -29,13 +32,17 @@ class _Seen:
     Attributes:
         times: Its time of computing.
         samples: Its largest batch.
-        exchange: Mean seconds of a step beside computing, in rounds and in WASP. In a round all push together, and wait
-            for each other at the server.
+        beside: Seconds of the last steps beside computing, in rounds and in WASP. In a round all push together, and
+            wait for each other at the server.
     """
 
     times: StepTime = field(default_factory=StepTime)
     samples: int = 0
-    exchange: dict[bool, float] = field(default_factory=dict)
+    beside: dict[bool, deque[float]] = field(default_factory=lambda: defaultdict(partial(deque, maxlen=_KEPT)))
+
+    def exchange(self, rounds: bool) -> float | None:
+        """What is usual of :attr:`beside`: a pause or a compilation is not. None where it was not seen."""
+        return median(self.beside[rounds]) if self.beside[rounds] else None
 
 
 class Chooser:
@@ -62,9 +69,7 @@ class Chooser:
             whole: Seconds from the answer before it to its push, on the server's clock.
         """
         seen = self._seen.setdefault(worker, _Seen())
-        beside, rounds = max(0.0, whole - compute), self.present.synchronous
-        before = seen.exchange.get(rounds, beside)
-        seen.exchange[rounds] = _KEEP * before + (1 - _KEEP) * beside
+        seen.beside[self.present.synchronous].append(max(0.0, whole - compute))
         seen.samples = max(seen.samples, samples)
         seen.times.observe(samples, compute)
 
@@ -79,15 +84,15 @@ class Chooser:
             workers: Who trains.
             sizes: Samples of each worker in a round of BSP, and in WASP; None when batches have a fixed size.
         """
-        beside = [self._seen[worker].exchange[True] for worker in workers]
+        beside = [self._seen[worker].exchange(rounds=True) or 0.0 for worker in workers]
         least, mean = min(beside), sum(beside) / len(beside)
         machines = []
-        for worker in workers:
+        for worker, rounds in zip(workers, beside):
             seen = self._seen[worker]
-            rounds = seen.exchange[True]
             # Until WASP was tried: as in rounds, without the mean of the time in which they queue at the server. Who
             # is served first in a round does not queue.
-            alone = seen.exchange.get(False, max(least, rounds - (mean - least)))
+            tried = seen.exchange(rounds=False)
+            alone = max(least, rounds - (mean - least)) if tried is None else tried
             machines.append(Machine(seen.times.fixed, seen.times.per_sample, seen.times.jitter, rounds, alone))
         fixed = {worker: self._seen[worker].samples for worker in workers}
         of_rounds, of_wasp = ([given[worker] for worker in workers] for given in sizes or (fixed, fixed))
