@@ -433,7 +433,15 @@ def start(tmp_path):
         command = [sys.executable, "-m", "hps_keras.launch", "-np", "2", str(path)]
         environ = {**os.environ, "PIDS": str(tmp_path)}
         with open(tmp_path / "output", "w") as output:
-            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ)
+            job = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environ,
+                # Under nohup it would be ignored, here and by all that are started.
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+            )
         jobs.append(job)
         deadline = time.monotonic() + LIMIT / 2
         while len(pids := [int(file.name[4:]) for file in tmp_path.glob("pid-*")]) < 2:

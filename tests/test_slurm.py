@@ -110,7 +110,17 @@ def slurm():
         up = lab("up", "2")
         try:
             assert up.returncode == 0, up.stdout
-            yield lambda *words: lab("run", *words)
+
+            def ran(*words):
+                try:
+                    return lab("run", *words, timeout=120)
+                except subprocess.TimeoutExpired as late:
+                    # Seen now and then before any rank is in our code: Slurm cuts an address that MPICH publishes.
+                    if "value not properly terminated" in str(late.stdout):
+                        pytest.skip(f"Slurm's pmi2 garbled what MPICH told it, and MPI_Init hangs: {late.stdout!r}")
+                    raise
+
+            yield ran
         finally:
             lab("down")
 
