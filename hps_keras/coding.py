@@ -37,6 +37,19 @@ class Codecs:
         return aligned_zeros(self[bits].nbytes, np.uint8)
 
 
+class Room:
+    """Memory for one message at a time, made anew when its width changes."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self._codecs, self._memory = codecs, np.zeros(0, np.uint8)
+
+    def of(self, bits: int) -> np.ndarray:
+        """Room for a message of that width; what was in it is lost when the width is another."""
+        if self._memory.size != self._codecs[bits].nbytes:
+            self._memory = self._codecs.room(bits)
+        return self._memory
+
+
 class GradientCoder:
     """Encodes a worker's gradients, and keeps what they leave unsaid.
 
@@ -51,7 +64,7 @@ class GradientCoder:
         self.codecs = Codecs(layout)
         self._layout = layout
         self._residual: np.ndarray | None = None
-        self._message = np.zeros(0, np.uint8)
+        self._message = Room(self.codecs)
         self.refused = 0
         self._errors, self._messages = 0.0, 0
 
@@ -72,14 +85,13 @@ class GradientCoder:
         codec = self.codecs[bits]
         if self._residual is None:
             self._residual = self._layout.allocate()
-        if self._message.size != codec.nbytes:
-            self._message = self.codecs.room(bits)
-        if not codec.encode(gradient, self._residual, self._message):
+        message = self._message.of(bits)
+        if not codec.encode(gradient, self._residual, message):
             self.refused += 1
             return None
         self.refused = 0
         self._errors, self._messages = self._errors + codec.error, self._messages + 1
-        return self._message
+        return message
 
     def error(self) -> float:
         """Returns the mean relative error of the messages since the last call."""

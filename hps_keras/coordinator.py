@@ -158,9 +158,8 @@ class Coordinator:
             self._plan.measure(push, whole if worker.steps > 1 else None)
         worker.answered_at = None
         group.saw(push)
-        if (
-            self._plan.leases and push.wants_lease
-        ):  # the first push of a step: what it is lent now, the others do not hold
+        # The first push of a step wants one: what the worker is lent with its answer, the step's others do not hold.
+        if self._plan.leases and push.wants_lease:
             self._plan.leases.pushed(push.worker)
         if push.sync_every and push.worker == self._chief:
             if isinstance(self._pacing, Flow):

@@ -112,10 +112,8 @@ class Footprint:
         if slope is None or not self._rungs:
             return None
         size, peak = self._rungs[-1]
-        room -= self._risen()
-        return (
-            int(size + (room - peak) / slope) if room >= peak else max(0, int(self._fit(room + self._risen(), slope)))
-        )
+        beyond = room - self._risen() - peak
+        return int(size + beyond / slope) if beyond >= 0 else max(0, int(self._fit(room, slope)))
 
     def _fit(self, room: int, slope: float) -> float:
         """The size whose peak is `room`: on the lines between the rungs, and beyond them."""

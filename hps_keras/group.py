@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from hps_keras.coding import EXACT, GradientCoder, take_parameters
+from hps_keras.coding import EXACT, GradientCoder, Room, take_parameters
 from hps_keras.layout import ParameterLayout
 from hps_keras.pieces import Pieces
 
@@ -27,7 +27,7 @@ class Group:
         self.out_views, self.in_views = self.layout.views(self.out), self.layout.views(self.into)
         self.pieces = Pieces(self.layout)
         self.coder = GradientCoder(self.layout)
-        self._message = np.zeros(0, np.uint8)
+        self._answer = Room(self.coder.codecs)
         for view, variable in zip(self.in_views, owned):  # what the server knows that this worker holds
             view[...] = ops.convert_to_numpy(variable)
         self.version = 0
@@ -39,13 +39,9 @@ class Group:
 
     def room(self, bits: int) -> np.ndarray:
         """Where an answer of that width goes."""
-        if bits == EXACT:
-            return self.into
-        if self._message.size != self.coder.codecs[bits].nbytes:
-            self._message = self.coder.codecs.room(bits)
-        return self._message
+        return self.into if bits == EXACT else self._answer.of(bits)
 
     def decode(self, bits: int) -> None:
         """Turns an answer that :meth:`room` has taken into parameters."""
         if bits < EXACT:
-            take_parameters(self.coder.codecs, bits, self._message, self.into)
+            take_parameters(self.coder.codecs, bits, self._answer.of(bits), self.into)

@@ -153,20 +153,7 @@ class Codec:
             return False
         feedback = residual is not None
         self._squares[:] = 0
-        kernels.encode(
-            given,
-            kept,
-            feedback,
-            self._coded,
-            np.uint64(self.bits),
-            self._levels,
-            self._stochastic,
-            self._keys(count),
-            scales,
-            code,
-            pairs,
-            self._squares,
-        )
+        kernels.encode(given, kept, feedback, *self._how(count), scales, code, pairs, self._squares)
         kernels.send_plain(given, kept, feedback, self._plain, plain)
         return True
 
@@ -190,22 +177,14 @@ class Codec:
         if not self._finite(given):
             return False
         self._squares[:] = 0
-        kernels.encode_difference(
-            given,
-            held,
-            self._coded,
-            np.uint64(self.bits),
-            self._levels,
-            self._stochastic,
-            self._keys(count),
-            scales,
-            code,
-            pairs,
-            self._squares,
-        )
+        kernels.encode_difference(given, held, *self._how(count), scales, code, pairs, self._squares)
         kernels.send_plain(given, held, False, self._plain, plain)
         kernels.receive_plain(plain, self._plain, np.float32(1), False, held)
         return True
+
+    def _how(self, count: int) -> tuple[Any, ...]:
+        """What both kernels that encode must know of this codec and of a message."""
+        return self._coded, np.uint64(self.bits), self._levels, self._stochastic, self._keys(count)
 
     def decode(self, data: Any, into: np.ndarray) -> None:
         """Writes what `data` says into `into`; padding between tensors stays.

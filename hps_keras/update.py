@@ -17,7 +17,7 @@ import numpy as np
 from keras import ops
 
 from hps_keras import backends
-from hps_keras.coding import EXACT, WHOLE, ParameterCoder
+from hps_keras.coding import EXACT, WHOLE, ParameterCoder, Room
 from hps_keras.consistency import corrected_momentum
 from hps_keras.errors import ConfigurationError
 from hps_keras.fused import FusedUpdater, fits, keras_class
@@ -56,7 +56,7 @@ class ServerOptimizer:
         self.compensation = 0.0
         self._scratch: np.ndarray | None = None
         self.coder = ParameterCoder(self.layout)
-        self._encoded = np.zeros(0, np.uint8)  # an encoded payload under way
+        self._arriving = Room(self.coder.codecs)
         self._optimizer, constraints = _deserialize(description)
         self._given = {n: float(getattr(self._optimizer, n)) for n in _MOMENTA if hasattr(self._optimizer, n)}
         self._decay = self._optimizer.weight_decay
@@ -171,10 +171,7 @@ class ServerOptimizer:
 
     def encoded(self, bits: int) -> np.ndarray:
         """Room for an encoded gradient that is received."""
-        nbytes = self.coder.codecs[bits].nbytes
-        if self._encoded.size != nbytes:
-            self._encoded = aligned_zeros(nbytes, np.uint8)
-        return self._encoded
+        return self._arriving.of(bits)
 
     def compensate(self, worker: int) -> None:
         """Corrects the gradient of a worker for what others have changed since the parameters that it holds."""
