@@ -236,8 +236,7 @@ class Agreements:
             if not isinstance(model, Asynchronous):
                 group.correct_momentum(1, "as_given")
             if group.coder.empty:
-                for rank in self._coordinator.in_fit:
-                    group.hold(rank)
+                self._all_hold(group)
         self.workers_changed()
 
     def _set_widths(self, bits: Sequence[int]) -> None:
@@ -261,8 +260,11 @@ class Agreements:
     def all_hold(self) -> None:
         """All workers hold the present parameters."""
         for group in self.groups:
-            for rank in self._coordinator.in_fit:
-                group.hold(rank)
+            self._all_hold(group)
+
+    def _all_hold(self, group: ServerOptimizer) -> None:
+        for rank in self._coordinator.in_fit:
+            group.hold(rank)
 
     # -- the ends of epochs --
 
