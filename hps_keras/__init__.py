@@ -21,6 +21,7 @@ from hps_keras.cluster import (
     size,
     world_rank,
 )
+from hps_keras.compression import Compression
 from hps_keras.consistency import ASP, BSP, SSP, WASP, Auto
 from hps_keras.errors import ConfigurationError, ExchangeTimeout, HpsError, LaunchError, ProtocolError
 
@@ -36,6 +37,7 @@ __all__ = [
     "SSP",
     "WASP",
     "Auto",
+    "Compression",
     "ConfigurationError",
     "DistributedOptimizer",
     "ExchangeTimeout",

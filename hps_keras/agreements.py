@@ -21,6 +21,7 @@ from hps_keras.coordinator import Coordinator
 from hps_keras.decisions import Complete, Switch
 from hps_keras.errors import ConfigurationError, ProtocolError
 from hps_keras.layout import ParameterLayout, aligned_zeros, shapes_difference
+from hps_keras.quantization import coded_tensors
 from hps_keras.shares import BatchSizes, Resizing
 from hps_keras.telemetry import Books
 from hps_keras.twins import Twins
@@ -189,7 +190,8 @@ class Agreements:
         model = Consistency.from_json(descriptions[0]["consistency"])
         self._coordinator.define([g.version for g in self.groups], model)
         self._books.follows(model)
-        self._books.begin_updates([g.version for g in self.groups], sum(g.layout.nbytes for g in self.groups))
+        coded = [tensor for g in self.groups for tensor in coded_tensors(g.layout)]
+        self._books.begin_updates([g.version for g in self.groups], sum(g.layout.nbytes for g in self.groups), coded)
         self._set_widths(values[chief]["bits"])
         for group in self.groups:
             group.coder.begin(shared=self._coordinator.consistency.synchronous)
@@ -292,7 +294,8 @@ class Agreements:
         self._moving = memory
         self.all_hold()
         coding = [value["coding"] for value in values.values()]
-        body = {"versions": [g.version for g in self.groups], "metrics": self._books.end_epoch(coding)}
+        metrics = self._books.end_epoch(coding, [g.coder.take_squares() for g in self.groups])
+        body = {"versions": [g.version for g in self.groups], "metrics": metrics}
         self._reply(list(values), body, self._state())
 
     def _state(self) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hps_keras.layout import ParameterLayout, aligned_zeros
-from hps_keras.quantization import Codec
+from hps_keras.quantization import Codec, coded_tensors
 
 EXACT = 32
 WHOLE = 16  # from here on parameters are sent as they are, not as differences
@@ -66,7 +66,7 @@ class GradientCoder:
         self._residual: np.ndarray | None = None
         self._message = Room(self.codecs)
         self.refused = 0
-        self._errors, self._messages = 0.0, 0
+        self._squares = np.zeros((len(coded_tensors(layout)), 2))
 
     def encode(self, gradient: np.ndarray, bits: int) -> np.ndarray | None:
         """Returns what is to be sent of a gradient; None, and nothing has changed, where it is not finite.
@@ -90,14 +90,17 @@ class GradientCoder:
             self.refused += 1
             return None
         self.refused = 0
-        self._errors, self._messages = self._errors + codec.error, self._messages + 1
+        self._squares += codec.squares
         return message
 
-    def error(self) -> float:
-        """Returns the mean relative error of the messages since the last call."""
-        mean = self._errors / self._messages if self._messages else 0.0
-        self._errors, self._messages = 0.0, 0
-        return mean
+    def take_squares(self) -> list[list[float]]:
+        """Returns, of the messages since the last call, the sums of squares that :mod:`hps_keras.fidelity` reads.
+
+        One pair for each tensor that is quantized: of what was left unsaid, and of what was to be said.
+        """
+        taken: list[list[float]] = self._squares.tolist()
+        self._squares[:] = 0
+        return taken
 
 
 def take_parameters(codecs: Codecs, bits: int, message: np.ndarray, into: np.ndarray) -> None:
@@ -135,13 +138,15 @@ class ParameterCoder:
         self._held: dict[int, np.ndarray] = {}
         self._messages: dict[tuple[int, int], np.ndarray] = {}
         self._encoded: tuple[int, int] | None = None  # version and width of the last answer for all
+        self._squares = np.zeros(2)
 
-    def _whose(self, worker: int) -> int:
+    def whose(self, worker: int) -> int:
+        """Under which number a worker's copy is kept: its own, or one for all."""
         return self._ALL if self.shared else worker
 
     def hold(self, worker: int, parameters: np.ndarray) -> None:
         """Notes that a worker holds these parameters exactly."""
-        whose = self._whose(worker)
+        whose = self.whose(worker)
         if whose not in self._held:
             self._held[whose] = self._layout.allocate()
         self._held[whose][...] = parameters
@@ -149,7 +154,7 @@ class ParameterCoder:
 
     def held(self, worker: int) -> np.ndarray:
         """What a worker holds."""
-        return self._held[self._whose(worker)]
+        return self._held[self.whose(worker)]
 
     def begin(self, shared: bool) -> None:
         """A `fit` begins: nobody holds anything yet. `shared` says whether all will hold the same."""
@@ -161,7 +166,7 @@ class ParameterCoder:
         """From now on all get the same answers, or each its own, although they go on from what they hold."""
         if shared == self.shared:
             return
-        before = self._held.get(self._whose(workers[0]))
+        before = self._held.get(self.whose(workers[0]))
         self.begin(shared)
         if before is not None:  # when models change, all hold the same
             for worker in workers:
@@ -181,7 +186,7 @@ class ParameterCoder:
             version: Of them.
             keep: Whether :meth:`held` must know what the worker holds at 16 bits too (delay compensation).
         """
-        bits, whose = self.bits, self._whose(worker)
+        bits, whose = self.bits, self.whose(worker)
         if self.shared and self._encoded == (version, bits):
             return self._messages[whose, bits]
         if (whose, bits) not in self._messages:
@@ -195,5 +200,12 @@ class ParameterCoder:
                 codec.decode(message, self._held[whose])
         if not done:
             return None
+        self._squares += codec.squares.sum(axis=0)
         self._encoded = version, bits
         return message
+
+    def take_squares(self) -> list[float]:
+        """Returns the sums of squares of the answers since the last call: of what they left unsaid, and were to say."""
+        taken: list[float] = self._squares.tolist()
+        self._squares[:] = 0
+        return taken

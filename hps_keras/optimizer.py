@@ -20,10 +20,10 @@ import numpy as np
 from keras import ops
 
 from hps_keras import backends, cluster, slots, stash
+from hps_keras.compression import Compressor, chosen_widths
 from hps_keras.consistency import Consistency, overruled, resolve
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.layout import ParameterLayout
-from hps_keras.precision import WIDTHS
 
 logger = logging.getLogger("hps_keras")
 
@@ -192,9 +192,10 @@ def _plain(base: Any, config: dict[str, Any]) -> Any:
 def DistributedOptimizer(
     optimizer: Any,
     consistency: Consistency | str | None = None,
-    push_bits: int = 32,
-    pull_bits: int = 32,
+    push_bits: int | None = None,
+    pull_bits: int | None = None,
     max_bad_pushes: int = 10,
+    compression: Compressor | None = None,
 ) -> Any:
     """Makes a Keras optimizer exchange its gradients with the parameter server. Returns the same object.
 
@@ -202,11 +203,12 @@ def DistributedOptimizer(
         optimizer: Any Keras optimizer. In a ``LossScaleOptimizer`` or a ``MultiOptimizer`` the inner ones are wrapped.
         consistency: ``hps.BSP()`` (default), ``hps.ASP()``, ``hps.SSP(3)``, ``hps.WASP(50)`` or their text
             (``"wasp:50"``); else ``HPS_CONSISTENCY`` decides.
-        push_bits: Width of gradients on their way to the server: 1, 2, 4, 8, 16, or 32 for float32. What a gradient
-            loses is added to the next one (error feedback). The chief's counts.
+        push_bits: Width of gradients on their way to the server: 1, 2, 4, 8, 16, or 32 for float32 (default). What a
+            gradient loses is added to the next one (error feedback). The chief's counts.
         pull_bits: Width of parameters on their way back. Under 16 the differences to what a worker holds are sent, for
             which the server keeps a copy of the parameters per worker (one for all in BSP).
         max_bad_pushes: Quantized gradients in a row that may hold NaN or infinities; they are not sent.
+        compression: Horovod's names: ``hps.Compression.fp16`` for 16 bits both ways, ``hps.Compression.none`` for 32.
 
     Returns:
         `optimizer` itself. Learning rate, schedule, iterations and config are what they were; it still is an instance
@@ -214,7 +216,8 @@ def DistributedOptimizer(
         was.
 
     Raises:
-        ConfigurationError: Not an optimizer, wrapped already, or no such consistency model.
+        ConfigurationError: Not an optimizer, wrapped already, no such consistency model, width or compression, or a
+            compression that contradicts a width.
 
     Example:
         >>> opt = hps.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))   # doctest: +SKIP
@@ -225,7 +228,7 @@ def DistributedOptimizer(
             "keras.optimizers.SGD(0.1)"
         )
     model = resolve(consistency)
-    bits = _width("push_bits", push_bits), _width("pull_bits", pull_bits)
+    bits = chosen_widths(push_bits, pull_bits, compression)
     if isinstance(max_bad_pushes, bool) or not isinstance(max_bad_pushes, int) or max_bad_pushes < 1:
         raise ConfigurationError(f"max_bad_pushes={max_bad_pushes!r}: give a whole number, 1 or more")
     if isinstance(optimizer, _Disguised):
@@ -264,12 +267,6 @@ def _say_once(warning: str | None) -> None:
         return
     _said.add(warning)
     logger.warning("%s", warning)
-
-
-def _width(name: str, bits: Any) -> int:
-    if isinstance(bits, bool) or bits not in WIDTHS:
-        raise ConfigurationError(f"{name}={bits!r}: use one of {', '.join(map(str, WIDTHS))}")
-    return int(bits)
 
 
 def _subclass(base: type) -> type:

@@ -36,7 +36,7 @@ import numpy as np
 
 from hps_keras import kernels
 from hps_keras.errors import ConfigurationError, ProtocolError
-from hps_keras.layout import ParameterLayout, aligned_zeros
+from hps_keras.layout import ParameterLayout, Tensor, aligned_zeros
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 ROUNDINGS = ("nearest", "stochastic")
@@ -49,7 +49,7 @@ _MASK64 = (1 << 64) - 1
 class Codec:
     """One width's code of a flat buffer.
 
-    A codec keeps nothing between messages but :attr:`error`; residuals and known copies are the caller's, float32
+    A codec keeps nothing between messages but :attr:`squares`; residuals and known copies are the caller's, float32
     buffers of the layout, so they outlive a change of width. 32 bits empties a residual: it is added and sent.
 
     Args:
@@ -60,6 +60,8 @@ class Codec:
 
     Attributes:
         nbytes: Length of an encoded buffer.
+        squares: (quantized tensors, 2), of the last message: sums of squares of what it left unsaid and of what was to
+            be said, for each of :func:`coded_tensors`.
 
     Raises:
         ConfigurationError: No such width or rounding, or a seed that is no integer.
@@ -86,7 +88,7 @@ class Codec:
     def _plan(self) -> None:
         """Gives each part of a message and each tensor's code its place."""
         sent = [t for t in self.layout.tensors if t.size]
-        coded = [t for t in sent if self.bits < 32 and t.size >= SMALL]
+        coded = coded_tensors(self.layout) if self.bits < 32 else []
         plain = [t for t in sent if self.bits == 32 or t.size < SMALL]
         unit = 16 if self.bits == 16 else 8  # places are counted in pairs of bytes at 16 bits
         rows, buckets, place = [], 0, 0
@@ -104,7 +106,7 @@ class Codec:
         self._second = self._first + 4 * place
         self.nbytes = self._second + self._code_bytes
         self._names = [t.name for t in coded]
-        self._squares = np.zeros((len(coded), 2))
+        self.squares = np.zeros((len(coded), 2))
 
     @property
     def ratio(self) -> float:
@@ -117,13 +119,13 @@ class Codec:
 
         Over the tensors that are quantized, 0 where none is.
         """
-        errors, values = self._squares.sum(axis=0)
+        errors, values = self.squares.sum(axis=0)
         return math.sqrt(errors / values) if values else 0.0
 
     @property
     def errors(self) -> list[tuple[str, float]]:
         """The relative error of the last message for each quantized tensor: name, RMS over RMS."""
-        return [(name, math.sqrt(e / v) if v else 0.0) for name, (e, v) in zip(self._names, self._squares)]
+        return [(name, math.sqrt(e / v) if v else 0.0) for name, (e, v) in zip(self._names, self.squares)]
 
     def encode(self, values: np.ndarray, residual: np.ndarray | None, out: np.ndarray, count: int = 0) -> bool:
         """Encodes `values`, or with error feedback values + residual, and keeps in `residual` what `out` leaves unsaid.
@@ -152,8 +154,7 @@ class Codec:
         if not self._finite(given):
             return False
         feedback = residual is not None
-        self._squares[:] = 0
-        kernels.encode(given, kept, feedback, *self._how(count), scales, code, pairs, self._squares)
+        kernels.encode(given, kept, feedback, *self._how(count), scales, code, pairs, self.squares)
         kernels.send_plain(given, kept, feedback, self._plain, plain)
         return True
 
@@ -176,8 +177,7 @@ class Codec:
         scales, plain, code, pairs = self._parts(self._message(out))
         if not self._finite(given):
             return False
-        self._squares[:] = 0
-        kernels.encode_difference(given, held, *self._how(count), scales, code, pairs, self._squares)
+        kernels.encode_difference(given, held, *self._how(count), scales, code, pairs, self.squares)
         kernels.send_plain(given, held, False, self._plain, plain)
         kernels.receive_plain(plain, self._plain, np.float32(1), False, held)
         return True
@@ -261,6 +261,11 @@ class Codec:
             )
         # The kernels are compiled for memory that can be written to, and for aligned floats.
         return message if message.flags.writeable and not message.ctypes.data % 4 else message.copy()
+
+
+def coded_tensors(layout: ParameterLayout) -> list[Tensor]:
+    """The tensors that widths under 32 quantize, in the order of the layout; all others travel in float32."""
+    return [t for t in layout.tensors if t.size >= SMALL]
 
 
 def prepare() -> None:

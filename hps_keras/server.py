@@ -108,6 +108,8 @@ class Server:
         body = self._wire.body(source, header)
         if header.kind == Kind.PUSH:
             self._headers[worker, header.group] = header
+            if header.payload:
+                self._books.pushed(header.payload, self._agreements.groups[header.group].layout.nbytes)
             self._carry_out(self._coordinator.push(_push(worker, header, body), now))
             self._books.busy(time.monotonic() - now)
         elif header.kind == Kind.LEASE:
@@ -220,6 +222,7 @@ class Server:
                 bits, memory = group.answer(push.worker)
                 header = header._replace(bits=bits)
                 payload.append(memory)
+        self._books.answered(sum(m.nbytes for m in payload), sum(g.layout.nbytes for g in groups))
         self._outbox.post(self._cluster.workers[push.worker], header, versions, payload)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from collections import Counter
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from hps_keras.accounts import WorkerStatistics
 from hps_keras.consistency import BSP, Consistency
+from hps_keras.fidelity import Fidelity, Squares, line, tensor_groups
 
 if TYPE_CHECKING:
     from hps_keras.coordinator import Coordinator
+    from hps_keras.layout import Tensor
     from hps_keras.wire import Wire
 
 Totals = tuple[WorkerStatistics, int, int]
@@ -53,6 +56,13 @@ class Summary:
         server: ``push_seconds``: mean time that the server is busy with a push; ``pushes``; ``parameters_bytes``.
         notes: What was chosen for this run, e.g. the corrected momentum.
         epochs: Epochs that were trained.
+        coding: Only where something travelled in fewer than 32 bits:
+
+            - ``push_bits``, ``pull_bits``: the widths that were used
+            - ``compression_up``, ``compression_down``: how many times fewer bytes than float32 the gradients took, and
+              the parameters in answers, forced syncs included
+            - ``push_error``, ``push_errors``, ``pull_error``: relative error (RMS) of all coded gradients, of those of
+              each group of tensors, and of the coded answers
     """
 
     consistency: str
@@ -61,12 +71,14 @@ class Summary:
     server: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     epochs: int = 0
+    coding: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Summary:
         """Reads what the server sent, or :meth:`save` wrote."""
         updates, workers, notes = (tuple(raw[name]) for name in ("updates", "workers", "notes"))
-        return cls(raw["consistency"], updates, workers, raw["server"], notes, raw["epochs"])
+        coding = raw.get("coding", {})  # files of the first versions have none
+        return cls(raw["consistency"], updates, workers, raw["server"], notes, raw["epochs"], coding)
 
     @classmethod
     def alone(cls, epochs: int = 0) -> Summary:
@@ -112,6 +124,7 @@ class Summary:
                 f"{self.samples_per_second:.0f} samples/s together" + (f", {syncs} forced syncs" if syncs else ""),
                 *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows),
                 *self._histogram(),
+                *([line(self.coding)] if self.coding else []),
                 *self.notes,
             ]
         )
@@ -223,20 +236,37 @@ class Books:
         self._notes: dict[str, str] = {}
         self._model = self._coordinator.consistency
         self._widths, self._coded = (32, 32), False
-        self._refused = 0
+        self._groups: list[str] = []
+        self._told, self._fidelity = Fidelity(), Fidelity()  # the epochs that have ended, and the present one
 
     def follows(self, model: Consistency) -> None:
         """The consistency model that the user asked for."""
         self._model = model
 
-    def begin_updates(self, versions: Sequence[int], nbytes: int) -> None:
-        """The optimizers of this `fit` are known: their versions, and the bytes of all their parameters."""
+    def begin_updates(self, versions: Sequence[int], nbytes: int, coded: Sequence[Tensor] = ()) -> None:
+        """The optimizers of this `fit` are known.
+
+        Args:
+            versions: Of each.
+            nbytes: Of the parameters of all.
+            coded: The tensors that fewer bits quantize, optimizer after optimizer.
+        """
         self._first_versions, self._bytes = list(versions), nbytes
+        self._groups = tensor_groups([(t.name, t.size) for t in coded])
+        self._told, self._fidelity = Fidelity(self._groups), Fidelity(self._groups)
 
     def widths(self, push: int, pull: int) -> None:
         """Gradients and parameters travel with so many bits from now on."""
         self._widths = push, pull
         self._coded |= min(push, pull) < 32
+
+    def pushed(self, nbytes: int, float32: int) -> None:
+        """A gradient came in so many bytes, where float32 needs `float32`."""
+        self._fidelity.up.add(nbytes, float32)
+
+    def answered(self, nbytes: int, float32: int) -> None:
+        """Parameters went out in so many bytes, where float32 needs `float32`."""
+        self._fidelity.down.add(nbytes, float32)
 
     def busy(self, seconds: float) -> None:
         """The server was busy with a push."""
@@ -247,25 +277,36 @@ class Books:
         """Keeps a line for the summary; a later one about the same replaces it."""
         self._notes[about] = text
 
-    def end_epoch(self, coding: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    def end_epoch(self, coding: Sequence[Mapping[str, Any]], pulled: Sequence[Squares] = ()) -> dict[str, float]:
         """Returns the logs of the epoch that ends, and begins the next.
 
         Args:
-            coding: Of each worker: ``error``, the mean relative error of its messages; ``refused``, gradients that were
-                not finite.
+            coding: Of each worker: ``squares``, for each optimizer and each of its quantized tensors, see
+                :meth:`hps_keras.coding.GradientCoder.take_squares`; ``refused``, gradients that were not finite.
+            pulled: The squares of the answers, for each optimizer.
         """
         now = self._totals()
         self._epochs += 1
         rows = [row(n, *both) for n, both in enumerate(zip(now, self._epoch))]
         self._epoch = now
         logs = epoch_logs(rows, isinstance(self._model, BSP))
-        self._refused += int(sum(worker["refused"] for worker in coding))
+        push, pull = self._widths
+        ended = self._end_fidelity(coding, pulled)
         if self._coded:
-            push, pull = self._widths
-            logs |= {"hps/push_bits": float(push), "hps/pull_bits": float(pull)}
-            logs["hps/push_error"] = sum(worker["error"] for worker in coding) / max(len(coding), 1)
+            logs |= {"hps/push_bits": float(push), "hps/pull_bits": float(pull)} | ended.logs()
             logs["hps/refused"] = float(sum(worker["refused"] for worker in coding))
         return logs
+
+    def _end_fidelity(self, coding: Sequence[Mapping[str, Any]], pulled: Sequence[Squares]) -> Fidelity:
+        """Returns what the epoch that ends has sent, and begins that of the next."""
+        ended, self._fidelity = self._fidelity, Fidelity(self._groups)
+        ended.push_widths, ended.pull_widths = {self._widths[0]}, {self._widths[1]}
+        for worker in coding:
+            ended.pushed(itertools.chain.from_iterable(worker["squares"]))
+        for squares in pulled:
+            ended.pulled(squares)
+        self._told.merge(ended)
+        return ended
 
     def summary(self) -> dict[str, Any]:
         """What each worker did in this `fit`; see :class:`Summary`."""
@@ -281,6 +322,7 @@ class Books:
             },
             "notes": list(self._notes.values()),
             "epochs": self._epochs,
+            "coding": self._told.data(),
         }
 
     def _fitted(self, worker: int) -> dict[str, float]:

@@ -395,7 +395,7 @@ class Exchange:
         owned = {id(g.optimizer._trainable_variables[i]) for g in self.groups for i in g.variables}
         extras = moving_variables(self.model, owned)
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in extras])
-        coding = {"error": max(g.coder.error() for g in self.groups), "refused": self._bad}
+        coding = {"squares": [g.coder.take_squares() for g in self.groups], "refused": self._bad}
         self._bad = 0
         unused = self.feed is not None and self.feed.unused
         body = {"extras": described, "stop": stop, "unused": unused, "coding": coding}

@@ -9,7 +9,9 @@ from ranks import Said, run
 
 import hps_keras as hps
 from hps_keras.coding import EXACT, GradientCoder, ParameterCoder, take_gradient, take_parameters
+from hps_keras.compression import chosen_widths
 from hps_keras.layout import ParameterLayout
+from hps_keras.quantization import Codec
 
 LAYOUT = ParameterLayout.of([("kernel", (64, 40), "float32"), ("bias", (40,), "float32")])
 
@@ -83,6 +85,89 @@ def test_those_who_shared_answers_go_on_each_from_what_it_holds():
     assert (copies[0] != copies[1]).any()
 
 
+def unsaid(sent, got):
+    """Sums of squares over the only tensor that is coded."""
+    sent, got = (x[: 64 * 40].astype(np.float64) for x in (sent, got))
+    return pytest.approx([((sent - got) ** 2).sum(), (sent**2).sum()], rel=1e-4)
+
+
+def test_squares_of_gradients_are_added_up_until_they_are_taken():
+    coder, sums = GradientCoder(LAYOUT), np.zeros(2)
+    for seed, bits in enumerate((2, 8, 32)):
+        before = LAYOUT.allocate() if coder._residual is None else coder._residual.copy()
+        message = coder.encode(flat(seed), bits)
+        if bits < EXACT:
+            got = LAYOUT.allocate()
+            coder.codecs[bits].decode(message, got)
+            sums += unsaid(before + flat(seed), got).expected
+    bad = flat(5)
+    bad[0] = np.nan
+    coder.encode(bad, 8)
+    (taken,) = coder.take_squares()
+    assert taken == pytest.approx(sums, rel=1e-4)
+    assert coder.take_squares() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_squares_of_answers_count_a_shared_one_once(bits):
+    coder = ParameterCoder(LAYOUT)
+    coder.begin(shared=True)
+    coder.bits = bits
+    for worker in (0, 1):
+        coder.hold(worker, flat(0))
+    known = flat(0)
+    for worker in (0, 1):
+        take_parameters(
+            coder.codecs, bits, coder.encode(worker, flat(1), 1, keep=False), known if not worker else flat(0)
+        )
+    base = flat(0) if bits < 16 else LAYOUT.allocate()
+    assert coder.take_squares() == unsaid(flat(1) - base, known - base)
+    assert coder.take_squares() == [0.0, 0.0]
+
+
+# -- Horovod's names --
+
+
+def test_compression_is_a_width_both_ways():
+    assert chosen_widths(None, None, None) == (32, 32)
+    assert chosen_widths(8, None, None) == (8, 32)
+    assert chosen_widths(None, None, hps.Compression.none) == (32, 32)
+    assert chosen_widths(None, None, hps.Compression.fp16) == (16, 16)
+    assert chosen_widths(16, None, hps.Compression.fp16) == (16, 16), "said twice is no contradiction"
+    assert repr(hps.Compression.fp16) == "hps.Compression.fp16"
+
+
+class TopK:
+    """What a Horovod script may have of its own."""
+
+    @staticmethod
+    def compress(tensor):
+        raise NotImplementedError
+
+    decompress = compress
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"push_bits": 8}, r"compression=hps\.Compression\.fp16 is 16 bits .* push_bits=8: leave one"),
+        ({"pull_bits": 32}, r"compression=hps\.Compression\.fp16 is 16 bits .* pull_bits=32: leave one"),
+        ({"push_bits": 8, "compression": hps.Compression.none}, r"compression=hps\.Compression\.none is 32 bits"),
+        ({"compression": TopK}, r"compression=<class '.*TopK'> compresses tensors by itself.*hps\.Compression\.fp16"),
+        ({"compression": "fp16"}, r"compression='fp16': use hps\.Compression\.none or hps\.Compression\.fp16"),
+        ({"compression": hps.Compression}, r"compression=<class .*>: use hps\.Compression\.none"),
+        ({"compression": 16}, r"compression=16: use .*push_bits="),
+        ({"push_bits": 3, "compression": None}, r"push_bits=3: use one of 1, 2, 4, 8, 16, 32"),
+    ],
+)
+def test_what_compression_cannot_be_is_refused_with_the_remedy(arguments, said):
+    import keras
+
+    given = {"compression": hps.Compression.fp16} | arguments
+    with pytest.raises(hps.ConfigurationError, match=said):
+        hps.DistributedOptimizer(keras.optimizers.SGD(), **given)
+
+
 # -- inside the ranks --
 
 
@@ -121,6 +206,8 @@ def trained(consistency="bsp", callbacks=(), epochs=3, poison=False, validate=Fa
         "history": {name: [float(v) for v in values] for name, values in history.history.items()},
         "up": sum(w["bytes_up"] for w in rows),
         "down": sum(w["bytes_down"] for w in rows),
+        "coding": dict(ps.summary.coding) if ps.summary else {},
+        "table": str(ps.summary),
     }
 
 
@@ -129,6 +216,8 @@ def widths():
     for consistency in ("bsp", "wasp:5"):
         for push, pull in ((32, 32), (8, 16), (8, 8), (4, 4), (1, 2)):
             found[f"{consistency} {push} {pull}"] = trained(consistency, push_bits=push, pull_bits=pull)
+    found["bsp 16 16"] = trained(push_bits=16, pull_bits=16)
+    found["bsp fp16"] = trained(compression=hps.Compression.fp16)
     found["asp compensated"] = trained("asp,weight=inverse,compensation=0.04", push_bits=8, pull_bits=8)
     return found
 
@@ -180,8 +269,33 @@ def test_fewer_bits_are_fewer_bytes_and_nearly_the_same_training(three):
             if consistency == "bsp":
                 assert result["history"]["loss"][-1] == pytest.approx(full["history"]["loss"][-1], rel=0.1)
     assert runs["bsp 8 8"]["history"]["hps/push_bits"] == [8.0] * 3
-    assert 0 < runs["bsp 8 8"]["history"]["hps/push_error"][0] < 0.02
     assert "hps/push_bits" not in runs["bsp 32 32"]["history"]
+    assert runs["bsp 16 16"]["digest"] == runs["bsp fp16"]["digest"] != runs["bsp 32 32"]["digest"]
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(600)
+def test_logs_and_summary_tell_what_is_saved_and_what_is_lost(three):
+    shapes = [("dense/kernel", (40, 64)), ("dense/bias", (64,)), ("out/kernel", (64, 3)), ("out/bias", (3,))]
+    layout = ParameterLayout.of((name, shape, "float32") for name, shape in shapes)
+    for worker in three["widths"][:3]:
+        history = worker["bsp 8 8"]["history"]
+        for way in ("up", "down"):
+            wanted = layout.nbytes / Codec(layout, 8).nbytes
+            assert history[f"hps/compression_{way}"] == pytest.approx([wanted] * 3)
+        assert all(0.001 < error < 0.02 for error in history["hps/push_error"] + history["hps/pull_error"])
+        # Only one tensor is large enough to be coded; Keras has given its layer a number by now.
+        assert [name for name in history if "push_error/" in name] == ["hps/push_error/dense/kernel"]
+        assert history["hps/push_error/dense/kernel"] == history["hps/push_error"]
+        coding = worker["bsp 8 8"]["coding"]
+        assert (coding["push_bits"], coding["pull_bits"], list(coding["push_errors"])) == ([8], [8], ["dense/kernel"])
+        assert min(history["hps/push_error"]) <= coding["push_error"] <= max(history["hps/push_error"])
+        assert "8 bits up, 8 bits down: 1/3.1 and 1/3.1 of float32's bytes; error" in worker["bsp 8 8"]["table"]
+        assert worker["bsp 32 32"]["coding"] == {} and "bits up" not in worker["bsp 32 32"]["table"]
+        # Forced syncs are in float32.
+        asynchronous = worker["wasp:5 8 8"]["coding"]
+        assert 1 < asynchronous["compression_down"] < asynchronous["compression_up"]
+        assert "hps/pull_error" in worker["wasp:5 8 8"]["history"]
 
 
 @pytest.mark.mpi
@@ -193,6 +307,11 @@ def test_widths_follow_the_monitor_on_all_workers(three):
         assert worker["told"]["digest"] == three["adaptive"][0]["told"]["digest"]
     lines = [line for line in three["adaptive"][0]["said"] if "AdaptiveQuantization" in line]
     assert len(lines) == 1 and "'val_accuracy'" in lines[0] and "loss decides" in lines[0]
+    told = three["adaptive"][0]["told"]
+    assert told["coding"]["push_bits"] == [2, 4, 8, 32]
+    assert "2-32 bits up, 2-32 bits down" in told["table"]
+    errors = told["history"]["hps/push_error/dense/kernel"]
+    assert errors[2] == 0 < errors[1] < errors[0] < errors[3], "less with more bits, nothing at 32"
 
 
 @pytest.mark.mpi

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hps_keras import kernels
 from hps_keras.errors import ConfigurationError, ProtocolError
 from hps_keras.layout import ParameterLayout, aligned_zeros
-from hps_keras.quantization import WIDTHS, Codec, prepare
+from hps_keras.quantization import WIDTHS, Codec, coded_tensors, prepare
 
 pytestmark = pytest.mark.timeout(300)  # the first call on a machine compiles, for a minute where others compute too
 
@@ -390,6 +390,30 @@ def test_the_error_told_is_the_error_made(bits, kind):
         assert told == pytest.approx(math.sqrt(errors[-1] / sizes[-1]) if sizes[-1] else 0, rel=1e-3, abs=1e-6)
     assert len(errors) == 5
     assert codec.error == pytest.approx(math.sqrt(sum(errors) / sum(sizes)) if sum(sizes) else 0, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("how", ["feedback", "difference"])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_squares_are_those_of_the_reference_tensor_by_tensor(bits, how):
+    """With what earlier messages left unsaid, and of differences; nothing stays of the message before."""
+    layout = layout_of()
+    codec = Codec(layout, bits)
+    values, other = filled(layout, "normal"), filled(layout, "sparse", seed=1) * np.float32(0.4)
+    codec.encode(filled(layout, "huge"), None, message_of(codec))
+    if how == "feedback":
+        codec.encode(values, other.copy(), message_of(codec))
+        to_say, (_, unsaid, _) = values + other, reference.encode(layout, bits, "nearest", 0, values, other)
+    else:
+        codec.encode_difference(values, other.copy(), message_of(codec))
+        to_say = values - other
+        _, _, said = reference.encode(layout, bits, "nearest", 0, to_say, None)
+        unsaid = to_say - said
+    coded = coded_tensors(layout)
+    assert [t.size for t in coded] == [1024, 1056, 1536, 2240, 2049]
+    for tensor, told in zip(coded, codec.squares, strict=True):
+        place = slice(tensor.offset, tensor.offset + tensor.size)
+        expected = [(x[place].astype(np.float64) ** 2).sum() for x in (unsaid, to_say)]
+        np.testing.assert_allclose(told, expected, rtol=1e-4)
 
 
 def test_stochastic_rounding_with_feedback_under_3_bits_is_refused_by_name():

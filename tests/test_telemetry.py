@@ -8,6 +8,8 @@ import pytest
 
 from hps_keras.accounts import WorkerStatistics
 from hps_keras.consistency import BSP
+from hps_keras.fidelity import tensor_groups
+from hps_keras.layout import ParameterLayout
 from hps_keras.planning import Fitted
 from hps_keras.telemetry import Books, Summary, epoch_logs, row
 
@@ -185,6 +187,121 @@ def test_what_was_fitted_is_recorded_only_where_batches_followed_the_speed():
     names = ("fitted_fixed_seconds", "fitted_sample_seconds", "fitted_jitter", "given_batch_size")
     assert not any(name in fixed for name in names)
     assert [resized[name] for name in names] == [0.01, 0.002, 0.07, 64]
+
+
+# -- fewer bits --
+
+
+@pytest.mark.parametrize(
+    ("paths", "groups"),
+    [
+        (["sequential/dense/kernel", "sequential/dense_12/kernel"], ["dense/kernel"] * 2),
+        (["functional/conv2d_1/kernel", "functional/conv2d_1/bias"], ["conv2d/kernel", "conv2d/bias"]),
+        (["a/b/lstm_3/lstm_cell_3/recurrent_kernel"], ["lstm_cell/recurrent_kernel"]),
+        (["head_left/kernel", "_7/kernel", "kernel_2"], ["head_left/kernel", "_7/kernel", "kernel_2"]),
+        ([], []),
+    ],
+)
+def test_a_group_is_the_kind_of_a_layer_and_the_role_in_it(paths, groups):
+    assert tensor_groups([(path, 2000) for path in paths]) == groups
+
+
+def test_there_are_at_most_eight_groups():
+    eight = [(f"m/{kind}/kernel", 2000) for kind in "abcdefgh"]
+    assert tensor_groups(eight) == [f"{kind}/kernel" for kind in "abcdefgh"]
+    assert tensor_groups([*eight, ("m/a/bias", 2000)]) == ["kernel"] * 8 + ["bias"]
+    roles = [(f"m/a/{role}", 2000 if role in "bx" else 3000) for role in "abcdefghx"]
+    assert tensor_groups(roles) == ["a", "others", "c", "d", "e", "f", "g", "h", "others"]
+    many_small = [("m/a/b", 2000), ("m/c/b", 2000)]  # together they are the largest
+    assert tensor_groups([*roles, *many_small]).count("b") == 3
+
+
+def books(rows=2):
+    coordinator = SimpleNamespace(
+        consistency=BSP(), statistics=lambda rank: did(), fitted=lambda rank: None, version=lambda group: 0
+    )
+    return Books(coordinator, SimpleNamespace(bytes_received={}, bytes_sent={}), list(range(rows)))
+
+
+LARGE = ParameterLayout.of((f"m/{layer}/kernel", (2000,), "float32") for layer in ("dense", "dense_1", "conv")).tensors
+
+
+def coded(*squares, refused=0):
+    """What a worker tells of two optimizers: two tensors of the first, one of the second."""
+    return {"squares": [list(squares[:2]), list(squares[2:])], "refused": refused}
+
+
+def test_errors_are_added_up_by_their_squares_over_workers_and_optimizers():
+    kept = books()
+    kept.begin_updates([0, 0], 24000, LARGE)
+    kept.widths(8, 4)
+    logs = kept.end_epoch(
+        [coded((1.0, 50.0), (2.0, 30.0), (9.0, 100.0)), coded((1.0, 20.0), (0.0, 0.0), (0.0, 0.0), refused=2)],
+        pulled=[(1.0, 10.0), (3.0, 6.0)],
+    )
+    assert logs["hps/push_error/dense/kernel"] == pytest.approx((4 / 100) ** 0.5)
+    assert logs["hps/push_error/conv/kernel"] == pytest.approx((9 / 100) ** 0.5)
+    assert logs["hps/push_error"] == pytest.approx((13 / 200) ** 0.5)
+    assert logs["hps/pull_error"] == pytest.approx(0.5)
+    assert (logs["hps/push_bits"], logs["hps/pull_bits"], logs["hps/refused"]) == (8.0, 4.0, 2.0)
+    silent = kept.end_epoch([coded((0.0, 0.0), (0.0, 0.0), (0.0, 0.0))], pulled=[(0.0, 0.0)])
+    assert set(silent) == set(logs), "Keras's history holds one value for each epoch"
+    assert silent["hps/push_error"] == silent["hps/push_error/conv/kernel"] == silent["hps/pull_error"] == 0.0
+
+
+def test_compression_is_what_float32_would_have_sent_over_what_was_sent():
+    kept = books()
+    kept.begin_updates([0], 24000, LARGE)
+    kept.widths(8, 8)
+    for sent in (6000, 6000, 12000):
+        kept.pushed(sent, 24000)
+    kept.answered(6000, 24000)
+    kept.answered(24000, 24000)  # a forced sync
+    logs = kept.end_epoch([])
+    assert (logs["hps/compression_up"], logs["hps/compression_down"]) == (3.0, 1.6)
+    logs = kept.end_epoch([])
+    assert (logs["hps/compression_up"], logs["hps/compression_down"]) == (1.0, 1.0), "nothing was sent"
+    assert kept.summary()["coding"]["compression_up"] == 3.0
+
+
+def test_a_run_in_float32_says_nothing_of_bits():
+    kept = books()
+    kept.begin_updates([0], 24000, LARGE)
+    kept.widths(32, 32)
+    kept.pushed(24000, 24000)
+    assert not [name for name in kept.end_epoch([coded((0, 0), (0, 0), (0, 0))]) if "compression" in name]
+    kept.widths(4, 4)  # chosen for an epoch that never came
+    assert kept.summary()["coding"] == {}
+    assert "bits" not in str(summary(coding={}))
+
+
+def test_the_summary_tells_widths_bytes_and_errors_of_the_whole_fit(tmp_path):
+    kept = books()
+    kept.begin_updates([0], 24000, LARGE)
+    for pull, squares in ((4, (4.0, 10000.0)), (8, (0.0, 0.0))):
+        kept.widths(8, pull)
+        kept.pushed(6000, 24000)
+        kept.answered(3000 if pull == 4 else 6000, 24000)
+        kept.end_epoch([coded((0.08, 1000.0), (0.0, 0.0), (0.36, 10000.0))], pulled=[squares])
+    found = Summary.of(kept.summary())
+    assert str(found).splitlines()[-1] == (
+        "8 bits up, 4-8 bits down: 1/4.0 and 1/5.3 of float32's bytes; error 0.63 % up (dense/kernel 0.89 %, "
+        "conv/kernel 0.6 %), 2 % down"
+    )
+    assert found.coding["pull_bits"] == [4, 8] and found.coding["push_errors"]["conv/kernel"] == pytest.approx(0.006)
+    found.save(tmp_path / "run.json")
+    raw = json.loads((tmp_path / "run.json").read_text())
+    assert Summary.of(raw) == found
+    del raw["coding"]  # as the first versions wrote it
+    assert Summary.of(raw).coding == {}
+
+
+def test_the_line_of_one_way_in_float32_tells_the_error_of_the_other():
+    kept = books()
+    kept.begin_updates([0], 24000, LARGE)
+    kept.widths(32, 16)
+    kept.end_epoch([], pulled=[(1.0, 4.0)])
+    assert str(Summary.of(kept.summary())).splitlines()[-1].endswith("float32's bytes; error 50 % down")
 
 
 def test_no_worker_makes_no_table():
