@@ -70,9 +70,9 @@ class ParameterServer(keras.callbacks.Callback):
     def batch_size(self) -> int:
         """Samples of this worker's present or last batch, with an ElasticDataset; 0 without."""
         exchange = self._exchange
-        if not exchange or not exchange.feed:
+        if not exchange or not exchange.training.feed:
             return 0
-        return int(exchange.feed.handed) or exchange.last_samples  # in a step, or after it
+        return int(exchange.training.feed.handed) or exchange.last_samples  # in a step, or after it
 
     # -- hooks --
 
@@ -111,17 +111,19 @@ class ParameterServer(keras.callbacks.Callback):
         if elastic is not None:
             self._draw_leases(elastic, fit)
             exchange.resizing = resizer.options if resizer else None
-            exchange.headroom = resizer.headroom(self.model, here.memory_sharers) if resizer else None
+            exchange.training.headroom = resizer.headroom(self.model, here.memory_sharers) if resizer else None
         original = _unguarded(self.model.train_function)
         step = backends.step(self.model)
+        savers = [c for c in fit["callbacks"].callbacks if _saves_in_epochs(c)] if "callbacks" in fit else []
         model = self.model  # reading it in a step makes Keras take over the step before's state, which JAX has reused
 
         # Not a batch hook: with one, Keras would wait for every step's logs before it starts the next.
         def train_function(*arguments: Any) -> Any:
+            exchange.pushes.wait = any(map(_saves_next, savers))
             result = exchange.run(step, original, arguments)
-            if exchange.stop_asked:
+            if exchange.pushes.stop_asked:
                 model.stop_training = True
-            elif exchange.epoch_over and not model.stop_training:
+            elif exchange.pushes.epoch_over and not model.stop_training:
                 model.stop_training = _EPOCH_OVER
             return result
 
@@ -131,7 +133,7 @@ class ParameterServer(keras.callbacks.Callback):
     def _draw_leases(self, elastic: data.ElasticDataset, fit: Mapping[str, Any]) -> None:
         """Makes Keras train on what the server lends, until we break its loop."""
         assert self._exchange
-        self._exchange.feed = feed = data.Feed(elastic)
+        self._exchange.training.feed = feed = data.Feed(elastic)
         supply(fit["epoch_iterator"], feed, elastic.specimen)
         # How many steps an epoch will have on this worker is not known, and differs from epoch to epoch.
         self.params["steps"] = None
@@ -231,6 +233,17 @@ def _resizer(fit: Mapping[str, Any], elastic: data.ElasticDataset | None) -> Bat
             f"{type(fit.get('x')).__name__}: give it model.fit(hps.data.ElasticDataset(x, y, batch_size=...))"
         )
     return found[0] if found else None
+
+
+def _saves_in_epochs(callback: Any) -> bool:
+    """Whether a callback of Keras saves the model after so many batches, and not at epochs' ends alone."""
+    kinds = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
+    return isinstance(callback, kinds) and isinstance(callback.save_freq, int) and bool(callback.save_freq)
+
+
+def _saves_next(callback: Any) -> bool:
+    """Whether it saves after the next batch: then the weights must be those that belong to the server's slots."""
+    return bool(getattr(callback, "_batches_seen_since_last_saving", callback.save_freq) + 1 >= callback.save_freq)
 
 
 class _Last(keras.callbacks.Callback):

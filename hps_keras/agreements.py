@@ -16,7 +16,7 @@ import numpy as np
 from hps_keras import wire
 from hps_keras.cluster import Cluster
 from hps_keras.consensus import consensus
-from hps_keras.consistency import Asynchronous, Consistency
+from hps_keras.consistency import BSP, Asynchronous, Consistency
 from hps_keras.coordinator import Coordinator
 from hps_keras.decisions import Complete, Switch
 from hps_keras.errors import ConfigurationError, ProtocolError
@@ -107,7 +107,15 @@ class Agreements:
         looks = {rank: value["looks"] for rank, value in values.items()}
         self.twins.begin(looks, lent=values[chief]["data"] is not None)
         self.groups, self._final = [], []
-        body = {"chief": chief, "initial_epoch": values[chief]["initial_epoch"], "returns": self._returns}
+        overlap = self._coordinator.overlap = all(value["overlap"] for value in values.values())
+        if overlap != values[chief]["overlap"]:
+            logger.warning("overlap=True on worker %d but not on all: all wait for their answers", chief)
+        body = {
+            "chief": chief,
+            "initial_epoch": values[chief]["initial_epoch"],
+            "returns": self._returns,
+            "overlap": overlap,
+        }
         self._reply(list(values), body | {"seed": self._seed, "leases": self._begin_pass()})
 
     def _offer(self, values: dict[int, Any]) -> None:
@@ -141,7 +149,10 @@ class Agreements:
         leases = self._coordinator.begin_pass()
         if not leases:
             return None
-        return {"number": self._coordinator.passes, "first": [[rank, *lease] for rank, lease in leases.items()]}
+        first, ahead = (
+            [[rank, *lease] for rank, lease in lent.items()] for lent in (leases, self._coordinator.lend_ahead())
+        )
+        return {"number": self._coordinator.passes, "first": first, "ahead": ahead}
 
     def _weights(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
         chief = min(values)
@@ -189,12 +200,16 @@ class Agreements:
             self.groups.append(group)
         model = Consistency.from_json(descriptions[0]["consistency"])
         self._coordinator.define([g.version for g in self.groups], model)
+        if isinstance(model, BSP) and model.compensation and not self._coordinator.overlap:
+            logger.warning(
+                "%s: without overlap=True no gradient of BSP is late, so there is nothing to compensate", model
+            )
         self._books.follows(model)
         coded = [tensor for g in self.groups for tensor in coded_tensors(g.layout)]
         self._books.begin_updates([g.version for g in self.groups], sum(g.layout.nbytes for g in self.groups), coded)
         self._set_widths(values[chief]["bits"])
         for group in self.groups:
-            group.coder.begin(shared=self._coordinator.consistency.synchronous)
+            group.begin(self._coordinator.consistency.synchronous, self._coordinator.overlap)
         self._follow(self._coordinator.consistency)
         answer = {
             "versions": [g.version for g in self.groups],
@@ -233,8 +248,8 @@ class Agreements:
 
     def _follow(self, model: Consistency) -> None:
         for group in self.groups:
-            group.compensation = model.compensation if isinstance(model, Asynchronous) else 0.0
-            group.coder.regroup(model.synchronous, self._coordinator.in_fit)
+            group.compensation = getattr(model, "compensation", 0.0)
+            group.regroup(model.synchronous, self._coordinator.in_fit)
             if not isinstance(model, Asynchronous):
                 group.correct_momentum(1, "as_given")
             if group.coder.empty:

@@ -57,12 +57,23 @@ class Consistency:
 class BSP(Consistency):
     """Bulk synchronous parallel (Valiant 1990): rounds, gradients averaged by samples; the default.
 
+    Attributes:
+        compensation: Lambda of the delay compensation, as in :class:`Asynchronous`; only with ``overlap=True``, where
+            every gradient is one round late.
+
     Example:
         >>> str(BSP())
         'bsp'
     """
 
     synchronous: ClassVar[bool] = True
+    compensation: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_compensation(self.compensation)
+
+    def __str__(self) -> str:
+        return "bsp" + (f",compensation={self.compensation}" if self.compensation else "")
 
 
 @dataclass(frozen=True)
@@ -85,8 +96,7 @@ class Asynchronous(Consistency):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", weight(self.weight))
-        if not _is_number(self.compensation) or not 0 <= self.compensation < math.inf:
-            raise ConfigurationError(f"compensation={self.compensation!r}: give a number from 0 (off), e.g. 0.04")
+        _check_compensation(self.compensation)
         if self.momentum not in MOMENTUM:
             raise ConfigurationError(
                 f"momentum={self.momentum!r}: use 'corrected', 'as_given' or 'corrected_betas' (Adam's beta_1 too)"
@@ -201,6 +211,11 @@ class Auto(Consistency):
 
 _MODELS: Mapping[str, type[Consistency]] = {"bsp": BSP, "asp": ASP, "ssp": SSP, "wasp": WASP, "auto": Auto}
 _FIRST = {"ssp": "bound", "wasp": "sync_every"}
+
+
+def _check_compensation(value: Any) -> None:
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise ConfigurationError(f"compensation={value!r}: give a number from 0 (off), e.g. 0.04")
 
 
 def _is_number(value: Any) -> bool:

@@ -54,10 +54,14 @@ class Coordinator:
         consistency: The consistency model.
         timeout: Seconds after which a training worker that owes a push has failed.
         now: Time of creation, seconds on any clock that only goes forward.
+
+    Attributes:
+        overlap: Whether the workers of this `fit` compute while their pushes travel; to be set when it has begun. A
+            gradient is then one round old in BSP, too.
     """
 
     def __init__(self, workers: int, consistency: Consistency, timeout: float, now: float) -> None:
-        self.consistency = consistency
+        self.consistency, self.overlap = consistency, False
         self.timeout = timeout
         self._remind_every = min(timeout / 4, 10.0)
         self._workers = [Standing(owes_since=now) for _ in range(workers)]
@@ -134,6 +138,10 @@ class Coordinator:
         """Begins an epoch of lent samples; returns the first lease of each worker, nothing when none are lent."""
         return self._plan.begin_pass(self.in_fit, self.consistency.synchronous)
 
+    def lend_ahead(self) -> dict[int, Lease]:
+        """Lends the second batch of a pass that has just begun; nothing unless workers compute while pushes travel."""
+        return self._plan.lend_ahead(self.in_fit, self.consistency.synchronous) if self.overlap else {}
+
     def push(self, push: Push, now: float) -> list[Decision]:
         """A worker's gradient was announced."""
         worker = self._workers[push.worker]
@@ -143,7 +151,7 @@ class Coordinator:
             return self._refuse(push.worker, f"pushes for optimizer {push.group} of {len(self._groups)}")
         group = self._groups[push.group]
         behind = group.version - push.version
-        if behind < 0 or (behind and self.consistency.synchronous):
+        if behind < 0 or (behind > self.overlap and self.consistency.synchronous):
             return self._refuse(
                 push.worker, f"pushes on version {push.version} of optimizer {push.group} instead of {group.version}"
             )
@@ -153,14 +161,17 @@ class Coordinator:
             worker.steps += 1
             worker.statistics.stepped(push.samples, push.seconds, first=worker.steps == 1)
             whole = None if worker.answered_at is None else now - worker.answered_at
+            if whole is not None and self.overlap:  # the step began before the last one's answer
+                whole = push.seconds
             if whole is not None:
                 worker.statistics.timed(whole)
+            worker.statistics.waited(push.waited, sync=False)
             self._plan.measure(push, whole if worker.steps > 1 else None)
         worker.answered_at = None
         group.saw(push)
         # The first push of a step wants one: what the worker is lent with its answer, the step's others do not hold.
         if self._plan.leases and push.wants_lease:
-            self._plan.leases.pushed(push.worker)
+            self._plan.leases.pushed(push.worker, push.ahead)
         if push.sync_every and push.worker == self._chief:
             if isinstance(self._pacing, Flow):
                 self._pacing.sync_every = push.sync_every if push.sync_every > 0 else None
@@ -181,10 +192,10 @@ class Coordinator:
         """What was fitted to a worker's steps, where batches follow the speed."""
         return self._plan.fitted(worker)
 
-    def return_leases(self, worker: int) -> None:
-        """A worker ends its epoch before it has trained on what was lent to it last."""
+    def return_leases(self, worker: int, last: int = 1) -> None:
+        """A worker ends its epoch before it has trained on the last leases that it has taken."""
         if self._plan.leases:
-            self._plan.leases.give_back(worker, everything=False)
+            self._plan.leases.give_back(worker, last)
 
     def gather(self, worker: int, name: str, sequence: int, contribution: Any, now: float) -> list[Decision]:
         """A worker contributes to an agreement, and waits for its end.
@@ -219,7 +230,7 @@ class Coordinator:
         if self.state(worker) not in (State.TRAINING, State.PAUSED) or worker in self._asking:
             return self._refuse(worker, "leaves fit")
         if self._plan.leases:
-            self._plan.leases.give_back(worker, everything=True)
+            self._plan.leases.give_back(worker)
         self._stand_down(worker, State.OUTSIDE, now)
         return self._settle(now)
 
@@ -269,7 +280,7 @@ class Coordinator:
         rounds, taking = self.consistency.synchronous, [push.worker for push in released.pushes if push.wants_lease]
         if rounds and taking and not self._stop:
             self._plan.begin_round(taking)
-        answers: list[Decision] = [self._answer(push, released.sync, now) for push in released.pushes]
+        answers: list[Decision] = [self._answer(push, released, now) for push in released.pushes]
         answers += [Log(line) for line in self._plan.news()]
         # With several optimizers, workers that are answered together may stand at different ones in their step. Those
         # who still train when others have ended the epoch are no sample of them.
@@ -292,19 +303,20 @@ class Coordinator:
         self._pacing = pacing(model, self._groups, self._attendance)
         return [Switch(model, why)]
 
-    def _answer(self, push: Push, sync: bool, now: float) -> Answer:
-        worker = self._workers[push.worker]
+    def _answer(self, push: Push, released: Released, now: float) -> Answer:
+        worker, sync = self._workers[push.worker], released.sync
         del worker.held[push.group]
         self._is_answered(push.worker)
         worker.owes_since = worker.answered_at = now
         if worker.steps == 1:
             worker.training_since = now
-        else:
+        elif not push.travels:  # else the worker computes meanwhile, and tells later how long it has waited
             worker.statistics.waited(now - worker.asked_at, sync)
         worker.statistics.syncs += sync
         version = self._groups[push.group].version
         lease = self._lend(push.worker, not self.consistency.synchronous) if push.wants_lease else None
-        return Answer(push, version, sync or version != push.version, self._stop, sync, lease)
+        fresh = sync or (version != push.version and not released.drain)
+        return Answer(push, version, fresh, self._stop, sync, lease, released.drain)
 
     # -- gathers --
 
@@ -339,7 +351,7 @@ class Coordinator:
         del self._gathers[key]
         said = self._epoch_over(contributions, now) if name == "pause" else []
         if name == "enter":
-            self._stop, self._chief, self._plan = False, min(contributions), Plan()
+            self._stop, self._chief, self._plan, self.overlap = False, min(contributions), Plan(), False
             self._pacing = Rounds([], self._attendance)
         for rank in contributions:
             worker = self._workers[rank]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -169,8 +170,9 @@ def _at(source: Source, order: np.ndarray | None, start: int, samples: int) -> A
 class Feed:
     """The batches of one worker in one `fit`: each of samples that the server has lent to it.
 
-    One lease at a time: the next comes with the answer to the gradient of the last, so nothing may be drawn ahead. A
-    lease that is larger than `piece` becomes several batches of nearly the same size.
+    One lease at a time: the next comes with the answer to the gradient of the last, so nothing may be drawn ahead. Where
+    answers travel while the next step computes, one lease more is here already. A lease that is larger than `piece`
+    becomes several batches of nearly the same size.
 
     Args:
         dataset: Where the samples are.
@@ -180,6 +182,7 @@ class Feed:
         batch_size: Samples that this worker wants in a batch.
         seed: Of the orders in this `fit`; the chief's is used by all.
         piece: The most samples in one batch for Keras; 0 for no bound. A change counts from the next batch on.
+        ahead: Leases that may wait while one is trained on, 0 or 1.
     """
 
     def __init__(self, dataset: ElasticDataset) -> None:
@@ -188,11 +191,11 @@ class Feed:
         if dataset._passes:  # the server counts the passes of one fit, and another fit must not repeat their orders
             words = np.random.SeedSequence([dataset.seed, dataset._passes]).generate_state(1, np.uint64)
             self.seed = int(words[0]) >> 1
-        self.piece = 0
+        self.piece = self.ahead = 0
         self._source: Source | None = None
         self._order: np.ndarray | None = None
-        self._lease: Lease | None = None  # as it was lent, while no batch was made of it
-        self._parts: list[tuple[Lease, int]] = []  # what is left of it, with the most samples of a batch, or 0
+        self._waiting: deque[Lease] = deque()  # of which no batch was made
+        self._parts: list[tuple[Lease, int]] = []  # what is left of one, with the most samples of a batch, or 0
         self._last: Lease | None = None  # the batch handed out last, while it can be asked for again
 
     def start(self, seed: int, number: int, lease: Lease) -> None:
@@ -200,6 +203,8 @@ class Feed:
         self.close()
         self.dataset._begin()
         self._source, self._order = self.dataset.source.reader(), self.dataset.order(seed, number)
+        self._waiting.clear()
+        self._parts.clear()
         self._take(lease)
         self.dataset._passes += 1
 
@@ -211,23 +216,29 @@ class Feed:
 
     def grant(self, lease: Lease) -> None:
         """Takes the samples of the next batch or batches."""
-        if self._parts:
-            present = self._lease or [part for part, _ in self._parts]
+        if len(self._waiting) + bool(self._parts) > self.ahead:
+            present = ", ".join(map(str, [*(part for part, _ in self._parts), *self._waiting]))
             raise HpsError(f"the server lent {lease} to this worker, which has not trained on {present} yet")
         self._take(lease)
 
     def _take(self, lease: Lease) -> None:
-        self._lease, self._parts, self._last = lease, [(lease, 0)], None
+        self._waiting.append(lease)
+        self._last = None
 
     @property
-    def unused(self) -> bool:
-        """Whether there is a lease that no batch was made of."""
-        return self._lease is not None
+    def unused(self) -> int:
+        """How many leases there are that no batch was made of."""
+        return len(self._waiting)
+
+    @property
+    def next(self) -> Lease | None:
+        """The first of them."""
+        return self._waiting[0] if self._waiting else None
 
     @property
     def more(self) -> bool:
         """Whether batches of a lease that was begun are still to come."""
-        return self._lease is None and bool(self._parts)
+        return bool(self._parts)
 
     @property
     def handed(self) -> int:
@@ -249,18 +260,20 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        if not self._parts or self._source is None:
+        if not (self._parts or self._waiting) or self._source is None:
             raise HpsError(
                 "Keras asks for a batch, but the server has lent no samples to this worker: did a callback set "
                 "model.stop_training back to False at the end of an epoch?"
             )
+        if not self._parts:
+            self._parts.append((self._waiting.popleft(), 0))
         (start, samples), most = self._parts.pop(0)
         bounds = [bound for bound in (self.piece, most) if bound]
         pieces = -(-samples // min(bounds)) if bounds else 1
         now = -(-samples // pieces)
         if now < samples:
             self._parts.insert(0, (Lease(start + now, samples - now), most))
-        self._lease, self._last = None, Lease(start, now)
+        self._last = Lease(start, now)
         return _at(self._source, self._order, start, now)
 
 

@@ -31,6 +31,9 @@ class Push:
         capacity: Samples that its memory would hold by all that is known, 0 if unknown.
         memory: Bytes that the worker can still use, 0 if unknown.
         timed: Whether `seconds` is typical: not when the step compiled something.
+        ahead: Leases that the worker holds and has not begun; of lent samples only.
+        travels: Whether the worker computes the next step meanwhile; else it waits for the answer.
+        waited: Seconds, on the worker's clock, that it has waited for the answer to a push that travelled before this.
     """
 
     worker: int
@@ -46,6 +49,9 @@ class Push:
     capacity: int = 0
     memory: int = 0
     timed: bool = True
+    ahead: int = 0
+    travels: bool = False
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,8 @@ class Answer:
         stop: Ask the worker to end its training.
         sync: A forced sync ends: send the parameters of all groups.
         lease: Samples for its next step; None for none: the pass is over for this worker, if it asked for some.
+        drain: A forced sync has begun, and this worker computes while its pushes travel: it is to push what it has
+            computed meanwhile, and to wait.
     """
 
     push: Push
@@ -91,6 +99,7 @@ class Answer:
     stop: bool
     sync: bool = False
     lease: Lease | None = None
+    drain: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from keras import ops
 
+from hps_keras import backends
 from hps_keras.coding import EXACT, GradientCoder, Room, take_parameters
+from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
 from hps_keras.pieces import Pieces
+from hps_keras.stash import applied_since
 
 logger = logging.getLogger("hps_keras")
 
@@ -36,6 +39,19 @@ class Group:
         for variable in owned:
             if str(variable.dtype) == "float64":
                 logger.warning("%s is float64; between the ranks it travels as float32", variable.path)
+
+    def applied(self, step: backends.Step) -> tuple[backends.Stash, int]:
+        """What the optimizer left behind in the last step, and whether it was applied in it."""
+        stash = step.stash(self.optimizer)
+        applied = applied_since(self.count, stash.applied)
+        self.count = stash.applied
+        if applied > 1:
+            raise ConfigurationError(
+                f"optimizer {self.optimizer.name!r} was applied {applied} times in one training step; only the last "
+                "gradient could be exchanged. Apply it once a step (a critic that trains several times: one step for "
+                "each)"
+            )
+        return stash, applied
 
     def room(self, bits: int) -> np.ndarray:
         """Where an answer of that width goes."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 
 from hps_keras.cluster import Cluster
+from hps_keras.courier import Courier
 from hps_keras.wire import Header, Kind
 
 
@@ -19,6 +21,21 @@ class Link:
         assert cluster.wire is not None
         self._wire, self._cluster, self.server = cluster.wire, cluster, cluster.servers[0]
         self._sequences: Counter[str] = Counter()
+        self._courier: Courier | None = None
+        self._travelling: Future[Any] | None = None
+
+    def travel(self, errand: Callable[[Callable[..., Any]], Any]) -> Future[Any]:
+        """Lets an errand speak to the server while this thread goes on.
+
+        Args:
+            errand: Called with :meth:`request`, in another thread. One travels at a time.
+
+        Returns:
+            What will hold its result, or the error that it ended with.
+        """
+        self._courier = self._courier or Courier()
+        self._travelling = self._courier.send(lambda: errand(self._request))
+        return self._travelling
 
     def request(
         self,
@@ -41,6 +58,18 @@ class Link:
         Raises:
             ExchangeTimeout: The server has said nothing for HPS_TIMEOUT seconds, not even that it waits for others.
         """
+        if self._travelling is not None:  # two threads would take each other's answers
+            wait([self._travelling])
+            self._travelling = None
+        return self._request(header, body, payload, into)
+
+    def _request(
+        self,
+        header: Header,
+        body: Any = None,
+        payload: Sequence[np.ndarray] = (),
+        into: Sequence[np.ndarray] | Callable[[Header], Sequence[np.ndarray]] | None = None,
+    ) -> tuple[Header, Any, np.ndarray | None]:
         sending = self._wire.post(self.server, header, body, payload)
         answer, text = self._answer(header)
         fresh = None

@@ -47,6 +47,7 @@ class Half:
         consistency: The consistency model.
         bits: Width of gradients and of parameters on the wire.
         max_bad_pushes: Gradients in a row that may hold NaN or infinities.
+        overlap: Whether the next step computes while a push travels.
         sync_every: What `ForcedSync` asks for: steps between forced syncs, 0 for nothing, -1 for none.
         token: Names this optimizer to the server, across several `fit`.
         number: Order of creation; the same on all ranks.
@@ -62,8 +63,8 @@ class Half:
         finalize: Asks the server for the averaged parameters (EMA), or None.
     """
 
-    def __init__(self, consistency: Consistency, bits: tuple[int, int], max_bad_pushes: int) -> None:
-        self.consistency, self.bits, self.max_bad_pushes = consistency, bits, max_bad_pushes
+    def __init__(self, consistency: Consistency, bits: tuple[int, int], max_bad_pushes: int, overlap: bool) -> None:
+        self.consistency, self.bits, self.max_bad_pushes, self.overlap = consistency, bits, max_bad_pushes, overlap
         self.sync_every = 0
         self.token = uuid.uuid4().hex
         self.number = next(_number)
@@ -196,6 +197,7 @@ def DistributedOptimizer(
     pull_bits: int | None = None,
     max_bad_pushes: int = 10,
     compression: Compressor | None = None,
+    overlap: bool = False,
 ) -> Any:
     """Makes a Keras optimizer exchange its gradients with the parameter server. Returns the same object.
 
@@ -209,6 +211,8 @@ def DistributedOptimizer(
             which the server keeps a copy of the parameters per worker (one for all in BSP).
         max_bad_pushes: Quantized gradients in a row that may hold NaN or infinities; they are not sent.
         compression: Horovod's names: ``hps.Compression.fp16`` for 16 bits both ways, ``hps.Compression.none`` for 32.
+        overlap: True computes the next step while a gradient and its answer travel: a step then takes the longer of the
+            two times instead of their sum, on parameters that are one answer older. The same on all workers.
 
     Returns:
         `optimizer` itself. Learning rate, schedule, iterations and config are what they were; it still is an instance
@@ -231,6 +235,8 @@ def DistributedOptimizer(
     bits = chosen_widths(push_bits, pull_bits, compression)
     if isinstance(max_bad_pushes, bool) or not isinstance(max_bad_pushes, int) or max_bad_pushes < 1:
         raise ConfigurationError(f"max_bad_pushes={max_bad_pushes!r}: give a whole number, 1 or more")
+    if not isinstance(overlap, bool):
+        raise ConfigurationError(f"overlap={overlap!r}: give True or False")
     if isinstance(optimizer, _Disguised):
         raise ConfigurationError(f"optimizer {optimizer.name!r} is wrapped already: call DistributedOptimizer once")
     backends.name()
@@ -244,10 +250,10 @@ def DistributedOptimizer(
                 "give it a keras.optimizers.OptimizerMap, or wrap each optimizer that the function returns"
             )
         for inner in inside(optimizer):
-            DistributedOptimizer(inner, model, *bits, max_bad_pushes)
+            DistributedOptimizer(inner, model, *bits, max_bad_pushes, overlap=overlap)
         object.__setattr__(optimizer, "__class__", _subclass(type(optimizer)))
         return optimizer
-    half = Half(model, bits, max_bad_pushes)
+    half = Half(model, bits, max_bad_pushes, overlap)
     if optimizer.built:
         half.state = [ops.convert_to_numpy(v) for v in slots.set_aside(optimizer)]
         for variable in slots.set_aside(optimizer):

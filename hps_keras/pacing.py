@@ -54,11 +54,13 @@ class Released(NamedTuple):
         decisions: Takes and updates.
         pushes: Pushes that are to be answered now, in this order.
         sync: They end a forced sync.
+        drain: They begin one: what was computed while they travelled is to be pushed before it ends.
     """
 
     decisions: list[Decision]
     pushes: list[Push]
     sync: bool = False
+    drain: bool = False
 
 
 class Pacing(ABC):
@@ -236,6 +238,11 @@ class Flow(Pacing):
     def settle(self) -> Released:
         """Lets go who need not wait, or all when a forced sync has all of them."""
         if self.waiting_in_sync:
+            # Who computes while its push travels has one more gradient, on parameters from before this sync. It is
+            # asked for that by an answer without parameters; the answer to that one is held, as all others' are.
+            behind = sorted(key for key, push in self._held.items() if push.travels)
+            if behind:
+                return Released([], [self._held.pop(key) for key in behind], drain=True)
             # Who waits in a gather is not waited for: it may be one that those held here have yet to come to.
             if self.attendance.computing or not self._held:
                 return Released([], [])

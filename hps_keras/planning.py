@@ -175,6 +175,18 @@ class Plan:
             self.leases.resize({worker: adapting.alone(worker, samples) for worker in workers})
         return self.leases.begin(workers)
 
+    def lend_ahead(self, workers: Sequence[int], rounds: bool) -> dict[int, Lease]:
+        """Lends each worker, at a pass's beginning, its second batch too; only to those for whom there is one.
+
+        Args:
+            workers: Who takes part.
+            rounds: Whether they train in rounds of BSP.
+        """
+        if rounds:
+            self.begin_round(workers)
+        lent = {worker: self.lend(worker, alone=not rounds) for worker in workers}
+        return {worker: lease for worker, lease in lent.items() if lease}
+
     def begin_round(self, workers: Sequence[int]) -> None:
         """A round of BSP begins, in which each of these workers takes samples."""
         if self.adapting and self.leases and self.leases.left:

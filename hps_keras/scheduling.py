@@ -38,7 +38,8 @@ def fingerprint() -> int:
 class Leases:
     """Lends the samples of one pass after another.
 
-    A lease is *open* until the worker's next push, which holds the gradient of all that is open for it.
+    A lease is *open* until the worker's next push, which holds the gradient of all that is open for it, except what it
+    was lent ahead.
 
     Args:
         samples: Samples in a pass.
@@ -105,19 +106,21 @@ class Leases:
         self._open[worker].append(lease)
         return lease
 
-    def pushed(self, worker: int) -> None:
-        """A worker's push holds the gradient of all that was lent to it."""
-        self._open[worker].clear()
+    def pushed(self, worker: int, ahead: int = 0) -> None:
+        """A worker's push holds the gradient of all that was lent to it, but for the last `ahead` leases."""
+        lent = self._open[worker]
+        del lent[: len(lent) - ahead]
 
-    def give_back(self, worker: int, everything: bool) -> int:
+    def give_back(self, worker: int, last: int | None = None) -> int:
         """Takes back what a worker will not train; returns how many samples that are.
 
         Args:
             worker: The worker.
-            everything: All that is open (it has gone) or only the last lease (it ends its epoch before that one).
+            last: So many leases, the last ones (it ends its epoch before them); None for all that is open (it has
+                gone).
         """
         lent = self._open[worker]
-        back = list(lent) if everything else lent[-1:]
+        back = list(lent) if last is None else lent[max(0, len(lent) - last) :]
         del lent[len(lent) - len(back) :]
         self._returned.extend(back)
         return sum(lease.samples for lease in back)

@@ -118,7 +118,7 @@ class Server:
             if body["name"] == "pause" and body["value"]["stop"]:
                 self._coordinator.ask_stop()
             if body["name"] == "pause" and body["value"]["unused"]:
-                self._coordinator.return_leases(worker)
+                self._coordinator.return_leases(worker, body["value"]["unused"])
             contribution = header, body["value"]
             self._carry_out(self._coordinator.gather(worker, body["name"], header.sequence, contribution, now))
         elif header.kind == Kind.STATE:
@@ -201,9 +201,10 @@ class Server:
         self._outbox.flush()  # answers under way still read the parameters
         group = self._agreements.groups[decision.group]
         first = decision.pushes[0]
+        scale = decision.scale
         if first.version < decision.version - 1:
-            group.compensate(first.worker)
-        group.update(decision.scale, decision.rate, _present(decision.pushes))
+            scale = group.compensate(first.worker, first.version, scale)
+        group.update(scale, decision.rate, _present(decision.pushes))
         group.version = decision.version
 
     def _answer(self, decision: Answer) -> None:
@@ -241,6 +242,9 @@ def _push(worker: int, header: Header, body: Any) -> Push:
         capacity=header.capacity,
         memory=header.memory,
         timed=not header.flags & Flag.UNTIMED,
+        ahead=header.ahead,
+        travels=bool(header.flags & Flag.TRAVELS),
+        waited=header.waited,
     )
 
 
@@ -249,6 +253,7 @@ def _lending(header: Header, decision: Answer | Grant) -> Header:
     flags = Flag.STOP if decision.stop else 0
     if isinstance(decision, Answer):
         flags |= (Flag.FRESH if decision.fresh else 0) | (Flag.SYNC if decision.sync else 0)
+        flags |= Flag.DRAIN if decision.drain else 0
     start, samples = decision.lease or (0, 0)
     return header._replace(flags=flags, lease=start, batch_size=samples)
 

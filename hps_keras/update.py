@@ -44,6 +44,8 @@ class ServerOptimizer:
         gradient: Flat buffer that :meth:`update` reads.
         version: Updates so far; kept from one `fit` to the next.
         compensation: Strength of the delay compensation, 0 for none; above it, each worker's parameters are kept.
+        overlap: Whether workers compute while their pushes travel: delay compensation then keeps, for each, the
+            parameters before its last ones too.
 
     Raises:
         ConfigurationError: The optimizer or a constraint is of a class that this process does not know.
@@ -53,7 +55,9 @@ class ServerOptimizer:
         self.layout = ParameterLayout.from_json(description["layout"])
         self.gradient = self.layout.allocate()
         self.version = 0
-        self.compensation = 0.0
+        self.compensation, self.overlap = 0.0, False
+        self._versions: dict[int, int] = {}  # of what workers hold, and of what they held before that
+        self._earlier: dict[int, tuple[int, np.ndarray]] = {}
         self._scratch: np.ndarray | None = None
         self.coder = ParameterCoder(self.layout)
         self._arriving = Room(self.coder.codecs)
@@ -155,14 +159,48 @@ class ServerOptimizer:
         """Whether what workers hold is kept: for delay compensation and for differences, a copy per worker."""
         return bool(self.compensation) or self.coder.bits < WHOLE
 
+    def begin(self, shared: bool, overlap: bool) -> None:
+        """A `fit` begins: nobody holds anything yet.
+
+        Args:
+            shared: Whether all workers will hold the same, as in BSP.
+            overlap: See :attr:`overlap`.
+        """
+        self.overlap = overlap
+        self.coder.begin(shared)
+        self._forget_versions()
+
+    def regroup(self, shared: bool, workers: Sequence[int]) -> None:
+        """From now on all workers hold the same, or each its own, see :meth:`ParameterCoder.regroup`."""
+        if shared != self.coder.shared:
+            self._forget_versions()
+        self.coder.regroup(shared, workers)
+
+    def _forget_versions(self) -> None:
+        self._versions.clear()
+        self._earlier.clear()
+
     def hold(self, worker: int) -> None:
         """Notes that a worker holds the present parameters, where that is kept."""
         if self.keeps:
+            self._keep_earlier(worker)
             self.coder.hold(worker, self.parameters)
+
+    def _keep_earlier(self, worker: int) -> None:
+        """Before a worker gets the present parameters: its gradient under way is of those that it holds."""
+        whose = self.coder.whose(worker)
+        if not (self.overlap and self.compensation) or self._versions.get(whose) == self.version:
+            return
+        if whose in self._versions:
+            memory = self._earlier[whose][1] if whose in self._earlier else self.layout.allocate()
+            memory[...] = self.coder.held(worker)
+            self._earlier[whose] = self._versions[whose], memory
+        self._versions[whose] = self.version
 
     def answer(self, worker: int) -> tuple[int, np.ndarray]:
         """Returns the width and the memory of an answer with the present parameters, which the worker then holds."""
         if self.coder.bits < EXACT:
+            self._keep_earlier(worker)
             message = self.coder.encode(worker, self.parameters, self.version, bool(self.compensation))
             if message is not None:
                 return self.coder.bits, message
@@ -173,10 +211,24 @@ class ServerOptimizer:
         """Room for an encoded gradient that is received."""
         return self._arriving.of(bits)
 
-    def compensate(self, worker: int) -> None:
-        """Corrects the gradient of a worker for what others have changed since the parameters that it holds."""
-        if self.compensation:
-            self.compensate_from(self.coder.held(worker))
+    def compensate(self, worker: int, version: int, scale: float) -> float:
+        """Corrects the gradient for what has changed since the parameters that it was computed on.
+
+        Args:
+            worker: Who has computed it, or one of those who have.
+            version: Of those parameters.
+            scale: What the gradient is to be multiplied by.
+
+        Returns:
+            What it is still to be multiplied by.
+        """
+        if not self.compensation:
+            return scale
+        if scale != 1:  # the correction is no linear function of the gradient
+            self.gradient *= np.float32(scale)
+        earlier = self._earlier.get(self.coder.whose(worker))
+        self.compensate_from(earlier[1] if earlier and earlier[0] == version else self.coder.held(worker))
+        return 1.0
 
     def compensate_from(self, held: np.ndarray) -> None:
         """Adds lambda g g (theta - held) to the gradient g (DC-ASGD, Zheng 2017).

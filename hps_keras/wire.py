@@ -28,7 +28,7 @@ from hps_keras.layout import aligned_zeros
 CHUNK_BYTES = 8 << 20
 _TAG_HEADER, _TAG_BODY, _TAG_PAYLOAD = 1, 2, 3
 _MAGIC = 0x31535048  # "HPS1"
-_STRUCT = struct.Struct("<I B B H q q q d d q q q q q q q q q")
+_STRUCT = struct.Struct("<I B B H q q q d d q q q q q q q q q q d")
 
 
 class Kind(IntEnum):
@@ -51,7 +51,8 @@ class Flag(IntEnum):
     """Bits of a header's `flags`.
 
     Of an answer: FRESH, parameters come with it; STOP, end the training; SYNC, a forced sync ends. Of a push: LEASE, it
-    asks for samples; UNTIMED, its time is not typical, because something was compiled.
+    asks for samples; UNTIMED, its time is not typical, because something was compiled; TRAVELS, the worker computes its
+    next step meanwhile. Of an answer to such a push: DRAIN, push what was computed and wait, a forced sync has begun.
     """
 
     FRESH = 1
@@ -59,6 +60,8 @@ class Flag(IntEnum):
     SYNC = 4
     LEASE = 8
     UNTIMED = 16
+    TRAVELS = 32
+    DRAIN = 64
 
 
 class Header(NamedTuple):
@@ -82,6 +85,8 @@ class Header(NamedTuple):
         limit: Push: most samples in a batch that the worker has memory for, 0 if unknown.
         capacity: Push: samples that its memory would hold by all that is known, 0 if unknown; at least `limit`.
         bits: Width of the payload's elements: 32 for float32, else see :mod:`hps_keras.coding`.
+        ahead: Push: leases that the worker holds and has not begun.
+        waited: Push: seconds that the worker has waited for the answer to a push that travelled before this one.
     """
 
     kind: int
@@ -101,6 +106,8 @@ class Header(NamedTuple):
     limit: int = 0
     capacity: int = 0
     bits: int = 32
+    ahead: int = 0
+    waited: float = 0.0
 
     def pack(self) -> bytes:
         """Returns the bytes that travel."""

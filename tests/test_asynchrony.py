@@ -66,19 +66,19 @@ class Watched:
 
         import keras
 
-        from hps_keras import worker
+        from hps_keras import pushes
         from hps_keras.wire import Flag
 
         noted = self.syncs = []
         outer = self
-        plain = worker.Exchange._fresh
+        plain = pushes.Pushes._fresh
 
-        def fresh(exchange, group, answer):
+        def fresh(of, group, answer):
             outer.synced = bool(answer.flags & Flag.SYNC)
-            return plain(exchange, group, answer)
+            return plain(of, group, answer)
 
-        worker.Exchange._fresh = fresh
-        self.restore = lambda: setattr(worker.Exchange, "_fresh", plain)
+        pushes.Pushes._fresh = fresh
+        self.restore = lambda: setattr(pushes.Pushes, "_fresh", plain)
         self.synced = False
 
         class Callback(keras.callbacks.Callback):
@@ -87,7 +87,7 @@ class Watched:
 
             def on_train_batch_end(self, batch, logs=None):
                 if outer.synced:
-                    group = outer.ps._exchange.groups[0]
+                    group = outer.ps._exchange.training.groups[0]
                     noted.append([group.version, group.into.tobytes().hex()[:4000]])
                     outer.synced = False
 
@@ -448,11 +448,40 @@ def test_delay_compensation_follows_its_formula():
     made.gradient[:3] = GRADIENTS[0]
     made.update(1.0, 0.1, None)  # somebody else's
     held, now, g = np.array(START), np.array(made.parameters[:3]), np.array(GRADIENTS[1])
-    made.gradient[:3] = g
-    made.compensate(7)
+    made.gradient[:3] = 4 * g
+    assert made.compensate(7, version=0, scale=0.25) == 1.0, "it is no linear function of the gradient"
     made.update(1.0, 0.1, None)
     wanted = now - 0.1 * (g + 0.5 * g * g * (now - held))
     np.testing.assert_allclose(made.parameters[:3], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "shared"), [(32, True), (32, False), (8, False), (16, True)])
+def test_delay_compensation_knows_what_a_worker_held_before_its_last_answer(bits, shared):
+    """With overlap a gradient that arrives after an answer was computed on the parameters before that one."""
+    import keras
+    import numpy as np
+
+    made = server_optimizer(keras.optimizers.SGD(0.1), START)
+    made.compensation, made.coder.bits = 0.5, bits
+    made.begin(shared, overlap=True)
+    held = {}
+    for worker in (0, 1):
+        made.hold(worker)
+        held[worker] = np.array(made.coder.held(worker))
+    for version in (1, 2, 3):
+        made.gradient[:3] = GRADIENTS[version % 2]
+        made.update(1.0, 0.1, None)
+        made.version = version
+        earlier = dict(held)
+        for worker in (0, 1):
+            made.answer(worker)
+            held[worker] = np.array(made.coder.held(worker))
+        for worker, known in ((0, earlier), (1, held)):
+            g, now = np.array(GRADIENTS[0]), np.array(made.parameters[:3])
+            made.gradient[:3] = g
+            made.compensate(worker, version - (known is earlier), 1.0)
+            wanted = g + 0.5 * g * g * (now - known[worker][:3])
+            np.testing.assert_allclose(made.gradient[:3], wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_without_compensation_nothing_is_kept():

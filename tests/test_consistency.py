@@ -166,7 +166,7 @@ def test_the_variable_is_read_when_it_is_needed(monkeypatch):
         ("wasp:nan", {}, r"sync_every=nan: give a whole number, 1 or more"),
         ("wasp:2.5", {}, r"sync_every=2\.5: give a whole number"),
         (None, {"HPS_CONSISTENCY": "wasp:often"}, r"HPS_CONSISTENCY='wasp:often': 'often' is no number"),
-        ("bsp,weight=inverse", {}, r"'weight=inverse' is no option of bsp; it has none"),
+        ("bsp,weight=inverse", {}, r"'weight=inverse' is no option of bsp; it has compensation="),
         ("asp,bound=3", {}, r"'bound=3' is no option of asp; it has weight=\.\.\., compensation=\.\.\., momentum="),
         ("ssp,sync_every=3", {}, r"'sync_every=3' is no option of ssp"),
         ("asp,inverse", {}, r"'inverse' is no option of asp"),

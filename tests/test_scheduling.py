@@ -81,13 +81,13 @@ def test_every_sample_is_trained_once_in_a_pass(data, sizes, passes):
             act = data.draw(st.sampled_from(["push"] * 6 + ["skip", "return", "go"]))
             if act == "go" and len(present) > 1:
                 expected = sum(lease.samples for lease in lent[worker])
-                assert leases.give_back(worker, everything=True) == expected
+                assert leases.give_back(worker, None) == expected
                 lent[worker] = []
                 working.remove(worker)
                 present.remove(worker)
                 continue
             if act == "return":
-                assert leases.give_back(worker, everything=False) == lent[worker].pop().samples
+                assert leases.give_back(worker, 1) == lent[worker].pop().samples
                 working.remove(worker)
                 continue
             if act == "push":
@@ -123,7 +123,7 @@ def test_a_last_batch_is_as_long_as_what_is_left():
 def test_what_comes_back_is_lent_first_and_in_pieces_that_fit():
     leases = Leases(20, {0: 8, 1: 3})
     assert leases.begin([0, 1]) == {0: Lease(0, 8), 1: Lease(8, 3)}
-    assert leases.give_back(0, everything=True) == 8
+    assert leases.give_back(0, None) == 8
     assert leases.left == 17
     taken = [leases.take(1) for _ in range(7)]
     assert [*map(tuple, taken[:6])] == [(0, 3), (3, 3), (6, 2), (11, 3), (14, 3), (17, 3)] and taken[6] is None
@@ -134,7 +134,7 @@ def test_only_the_last_lease_of_a_worker_that_pauses_comes_back():
     leases = Leases(9, {0: 3})
     leases.begin([0])
     leases.take(0)
-    assert leases.give_back(0, everything=False) == 3
+    assert leases.give_back(0, 1) == 3
     assert leases.take(0) == Lease(3, 3)
 
 
@@ -144,7 +144,7 @@ def test_a_new_pass_forgets_what_is_open_of_the_last():
     assert leases.take(0) is None and leases.take(1) is None
     second = leases.begin([0, 1])
     leases.pushed(1)
-    assert leases.give_back(0, everything=True) == 2
+    assert leases.give_back(0, None) == 2
     assert leases.take(1) == second[0] and leases.take(1) is None
 
 

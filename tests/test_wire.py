@@ -136,6 +136,8 @@ headers = st.builds(
     limit=int64,
     capacity=int64,
     bits=int64,
+    ahead=int64,
+    waited=floats,
 )
 
 
