@@ -261,6 +261,9 @@ def trained(consistency, *, callbacks=(), epochs=2, count=130, optimizer=None, d
             synced.append([held[0].version, b"".join(g.into.tobytes() for g in held).hex()])
 
     class Slow(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            drawn.clear()  # what Keras looked at to build the model
+
         def on_train_batch_begin(self, batch, logs=None):
             time.sleep(delay * hps.rank())
 
@@ -340,7 +343,7 @@ def stopping():
             if hps.rank() == 1 and batch == 4:
                 self.model.stop_training = True
 
-    return trained("wasp:50", callbacks=[Stop()], epochs=4)
+    return trained("wasp:50", callbacks=[Stop()], epochs=4, count=1000)
 
 
 def saving():
