@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from hps_keras.consistency import ASP, BSP, SSP, WASP, Auto, parse
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.shares import SHARES, Resizing
-from hps_keras.simulate import Failure, Link, Report, Scenario, Server, Slowdown, Worker, simulate
+from hps_keras.simulate import Failure, Link, Report, Scenario, Server, Slowdown, Worker, simulate, traffic
 from hps_keras.simulate import inputs as reading
 from hps_keras.simulate.cli import main, make_parser
 from hps_keras.simulate.engine import NoArithmetic
 from hps_keras.simulate.report import table
 from hps_keras.simulate.scenario import finish_time, speed_profile
+from hps_keras.simulate.traffic import message_bytes
 from hps_keras.telemetry import Summary
 
 SPEEDS = (1, 1, 0.5, 0.25)
@@ -47,6 +48,10 @@ class Recorder(NoArithmetic):
         self.lost = set()
         self.leases, self.passes, self.order, self.holds = [], [], [], {}
         self.version, self.ends = 0, []
+        self.widths_given = []
+
+    def widths(self, push, pull):
+        self.widths_given.append((push, pull))
 
     def begin_pass(self, number):
         self.passes.append(number)
@@ -61,7 +66,7 @@ class Recorder(NoArithmetic):
     def update(self, decision):
         self.version = decision.version
 
-    def answer(self, worker):
+    def answer(self, worker, exact):
         self.holds[worker] = self.version
 
     def leave(self, worker):
@@ -334,6 +339,126 @@ def test_work_is_neither_lost_nor_won_at_changes_of_speed(slow, start, first, se
     assert finish_time(middle, second, profile) == pytest.approx(finish_time(start, first + second, profile))
 
 
+# Fewer bits
+
+
+def narrow(push_bits, pull_bits, model=None, seconds=1e-6, **more):
+    """Two workers on slow links, no time for anything else."""
+    server = Server(2, 1e9, coding_rate=math.inf)
+    workers = tuple(Worker(seconds, jitter=0, link=Link(1e6), coding_rate=math.inf) for _ in range(2))
+    bits = {"push_bits": push_bits, "pull_bits": pull_bits}
+    return Scenario(workers, model or ASP(), server, parameters=2**20, samples=64 * 40, **bits, **more)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_a_link_is_faster_by_what_the_widths_save(bits):
+    full, coded = simulate(narrow(32, 32)), simulate(narrow(bits, bits))
+    ratio = 32 / (bits + 32 / 512)  # a float32 scale for 512 elements
+    assert coded.bytes_up == 40 * message_bytes(2**20, bits) == full.bytes_up / ratio
+    end = 2 * 2**22  # at the epoch's end all get float32
+    assert coded.bytes_down - end == (full.bytes_down - end) / ratio
+    down = end / 2 / 1e6
+    assert (coded.seconds - down) * ratio == pytest.approx(full.seconds - down, rel=1e-3)
+    assert coded.bits == ((bits, bits),) and coded.widths == f"{bits} bits"
+
+
+def test_each_direction_has_its_width():
+    report = simulate(narrow(8, 16))
+    assert report.bytes_up == 40 * message_bytes(2**20, 8)
+    assert report.bytes_down == 40 * message_bytes(2**20, 16) + 2 * 2**22
+
+
+def test_forced_syncs_are_in_full_precision():
+    report = simulate(narrow(32, 4, WASP(5)))
+    exact = 2 * (report.syncs + 1)
+    assert report.syncs >= 3
+    assert report.bytes_down == exact * 2**22 + (40 - 2 * report.syncs) * message_bytes(2**20, 4)
+
+
+def test_coding_takes_time_in_closed_form():
+    server, coders = Server(1, 1e9, coding_rate=2e9), {"coding_rate": 1e9}
+    workers = (Worker(0.05, jitter=0, link=Link(1e9), **coders),)
+    plain, coded = (
+        simulate(Scenario(workers, BSP(), server, 10**7, 64 * 10, push_bits=bits, pull_bits=bits)) for bits in (32, 8)
+    )
+    travel = message_bytes(10**7, 8) / 1e9
+    # The worker encodes 40 MB at 1 GB/s and decodes at 3, the server encodes at 2 GB/s and decodes at 6.
+    step = 0.05 + 2 * travel + 0.04 * (1 + 1 / 3) + 0.02 * (1 + 1 / 3)
+    assert coded.seconds == pytest.approx(10 * step + 0.04)
+    assert plain.seconds == pytest.approx(10 * (0.05 + 0.08) + 0.04), "at 32 bits there is nothing to code"
+
+
+def test_bsp_encodes_an_answer_once_for_all():
+    def busy(model):
+        workers = machines((1, 1, 1, 1), coding_rate=math.inf)
+        scenario = Scenario(workers, model, Server(coding_rate=4e9), 10**9, samples=64 * 40, pull_bits=8)
+        return simulate(scenario).busy_seconds["updating"]
+
+    assert busy(BSP()) == pytest.approx(10) and busy(ASP()) == pytest.approx(40)  # of 4 GB
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_bytes_are_pushes_times_messages(model):
+    scenario = Scenario(machines(), model, parameters=10**5, samples=64 * 100, epochs=2, push_bits=4, pull_bits=8)
+    report = simulate(scenario)
+    assert report.bytes_up == sum(w["steps"] for w in report.workers) * message_bytes(10**5, 4)
+    small, exact = message_bytes(10**5, 8), 4 * 10**5
+    ends = 2 * 4 * exact
+    assert (report.bytes_down - ends) % small == report.syncs * 4 * (exact - small) % small
+
+
+def test_the_estimate_has_the_kernels_buckets():
+    from hps_keras.kernels import BUCKET
+    from hps_keras.layout import ParameterLayout
+    from hps_keras.quantization import Codec
+
+    layout = ParameterLayout.of([("kernel", (777, 13), "float32")])
+    assert BUCKET == traffic.BUCKET
+    for bits in (1, 2, 4, 8, 16, 32):
+        assert message_bytes(777 * 13, bits) == Codec(layout, bits).nbytes
+
+
+def test_a_policy_needs_something_to_follow():
+    with pytest.raises(ConfigurationError, match=r"policy='plateau'.*numeric"):
+        simulate(Scenario(machines(), samples=640, policy="plateau"))
+
+
+def test_a_policy_follows_what_is_monitored():
+    scenario = Scenario(machines(), samples=640, parameters=4096, epochs=4, policy="plateau:4:8:0.2:1:0")
+    recorder = Recorder()
+    report = simulate(scenario, recorder)
+    assert report.bits == ((4, 4), (4, 4), (8, 8), (8, 8)) and recorder.widths_given == list(report.bits)
+    assert report.widths == "plateau:4:8:0.2:1:0"
+    assert [note for note in report.notes if "bits" in note] == [
+        "after epoch 2, val_accuracy 0.6: 8 bits for gradients, 8 for parameters"
+    ]
+    rising = dataclasses.replace(scenario, policy=lambda values: (8, 4)[len(values) > 1], pull_policy=2)
+    assert simulate(rising, Recorder()).bits == ((8, 2), (8, 2), (4, 2), (4, 2))
+
+
+def test_widths_and_policies_are_compared():
+    more = {"workers": "2", "step_seconds": "1", "samples": "640", "coding_rate": "1GB,2GB"}
+    made = reading.scenarios(flags(push_bits="32,8", pull_bits="16", policy=["plateau", "4"], **more))
+    assert [s.widths for s in made] == ["32/16 bits", "8/16 bits", "plateau", "fixed:4"]
+    assert [w.coding_rate for w in made[0].workers] == [1e9, 2e9]
+    (only,) = reading.scenarios(flags(policy="descending", pull_policy="16", monitor="loss", **more))
+    assert (only.policy, only.pull_policy, only.monitor) == ("descending", "fixed:16", "loss")
+    text = table([simulate(s) for s in made[:2]])
+    assert "bsp 32/16 bits" in text and "bsp 8/16 bits" in text
+
+
+def test_a_recorded_runs_widths_are_taken(tmp_path, capsys):
+    run = dataclasses.replace(RUN, coding={"push_bits": [4, 8], "pull_bits": [16]})
+    run.save(tmp_path / "run.json")
+    recorded = reading.from_run(str(tmp_path / "run.json"))
+    (made,) = reading.scenarios(reading.merge(recorded, {}, {}))
+    assert (made.push_bits, made.pull_bits) == (8, 16)
+    (other,) = reading.scenarios(reading.merge(recorded, {}, flags(policy="plateau")))
+    assert (other.widths, other.push_bits) == ("plateau", 32)
+    assert main(["--from", str(tmp_path / "run.json"), "--push-bits", "2"]) == 0
+    assert "not times" in capsys.readouterr().err
+
+
 # Whatever comes together
 
 
@@ -366,7 +491,8 @@ def scenarios(draw):
     server = Server(draw(st.integers(1, 3)), link.bandwidth, *costs, draw(st.booleans()))
     slow = tuple(Slowdown(draw(st.integers(0, n - 1)), 3.0, 9.0, f) for f in draw(st.lists(st.floats(0.01, 5))))
     samples, epochs, seed = draw(st.integers(n, 400)), draw(st.integers(1, 3)), draw(st.integers(0, 99))
-    return Scenario(workers, model, server, 1000, samples, epochs, slow, failures, seed, resizing)
+    bits = draw(st.sampled_from([32, 8, 1])), draw(st.sampled_from([32, 16, 2]))
+    return Scenario(workers, model, server, 1000, samples, epochs, slow, failures, seed, resizing, *bits)
 
 
 @pytest.mark.timeout(300)
@@ -487,6 +613,7 @@ def test_a_recorded_run_is_predicted(tmp_path):
     RUN.save(tmp_path / "run.json")
     run = reading.from_run(str(tmp_path / "run.json"))
     (made,) = reading.scenarios(reading.merge(run, {}, {}))
+    assert (made.push_bits, made.pull_bits) == (32, 32) and made.server.coding_rate == math.inf
     assert str(made.consistency) == "asp" and made.parameters == 61_706
     assert simulate(made).seconds == pytest.approx(20, rel=0.01)
     more = reading.scenarios(reading.merge(run, {}, flags(workers="3", consistency=["bsp"], samples="38400")))[0]
@@ -587,6 +714,12 @@ GOOD = {"workers": "4", "step_seconds": "50ms", "samples": "1000"}
         ({"fail": ["4@3"]}, ["--fail", "4", "0 to 3"]),
         ({"fail": ["1@3", "1@4"]}, ["--fail", "[1, 1]", "once"]),
         ({"seed": "-1"}, ["--seed", "-1"]),
+        ({"push_bits": "8,3"}, ["--push-bits", "3", "1, 2, 4, 8, 16, 32"]),
+        ({"pull_bits": "many"}, ["--pull-bits", "'many'"]),
+        ({"policy": ["plato"]}, ["--policy", "'plato'", "plateau"]),
+        ({"pull_policy": "plateau"}, ["--pull-policy", "'plateau'", "policy as well"]),
+        ({"coding_rate": "0"}, ["--coding-rate", "0.0", "6GB"]),
+        ({"server_coding_rate": "-1"}, ["--server-coding-rate", "-1.0", "6GB"]),
         ({"resize": ["bogus"]}, ["--resize", "'bogus'", "no, cap or accumulate"]),
         ({"epochs": ["1", "2"]}, ["--epochs", "one value"]),
         ({"epochs": {"a": 1}}, ["--epochs", "'a'", "N"]),

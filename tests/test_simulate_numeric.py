@@ -273,8 +273,8 @@ def stale():
             "rates": max(rates),
             "staleness": report.max_staleness,
             "steps": steps,
-            "copies": len({id(v) for v in spy.numeric._held.values()}),
-            "spare": len(spy.numeric._free),
+            "copies": len({id(v) for v in spy.numeric._holdings._held.values()}),
+            "spare": len(spy.numeric._holdings._free),
         }
     return found
 
@@ -327,8 +327,169 @@ def shared_memory():
 
     x, y = arrays(8)
     spy, _ = _spied(_compiled(_small, keras.optimizers.SGD(0.1)), (x, y), [Worker(1.0, 8)] * 5, "bsp", 2, len(y))
-    held = spy.numeric._held.values()
-    return len({id(v.parameters) for v in held}) + len(spy.numeric._free)
+    held = spy.numeric._holdings._held.values()
+    return len({id(v.parameters) for v in held}) + len(spy.numeric._holdings._free)
+
+
+def _wide():
+    import keras
+
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(96, "tanh"), keras.layers.Dense(32, "tanh"), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((16,)), *layers])
+
+
+def _separable(count):
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(count, 16)).astype("float32")
+    return x, (x @ rng.normal(size=(16, 3))).argmax(1).astype("int32")
+
+
+def _follow(spy, gradient):
+    """Notes the parameters on which each gradient was computed, and the gradient."""
+    seen = []
+
+    def noted(parameters, batch, into):
+        before = parameters.copy()
+        loss = gradient(parameters, batch, into)
+        seen.append((before, into.copy()))
+        return loss
+
+    noted.present = None
+    spy._gradient = noted
+    return seen
+
+
+def _noting(numeric, update, updates, after):
+    """Notes each update, and the parameters after it."""
+
+    def noted(decision):
+        values = update(decision)
+        updates.append(decision)
+        after.append(numeric._server.parameters.copy())
+        return values
+
+    return noted
+
+
+def coded():
+    """The coders' work, replayed by hand bit for bit: what workers hold, and the sum of what they say."""
+    import keras
+    import numpy as np
+
+    from hps_keras.consistency import parse
+    from hps_keras.quantization import Codec
+    from hps_keras.simulate import Scenario, Worker, simulate
+    from hps_keras.simulate.numeric import Numeric
+
+    data = _separable(512)
+    machines = tuple(Worker(1.0 / speed, batch_size=16) for speed in SPEEDS)
+    found = {}
+    for push_bits, pull_bits in ((8, 4), (1, 16), (4, 32), (32, 8)):
+        model = _compiled(_wide, keras.optimizers.SGD(0.1))
+        numeric = Numeric(model, data, 4, parse("asp"), seed=4)
+        seen, layout = _follow(numeric, numeric._gradient), numeric._layout
+        up, down = Codec(layout, push_bits), Codec(layout, pull_bits)
+        theta = numeric._server.parameters.copy()
+        held, residual = ([theta.copy() for _ in machines], [layout.allocate() for _ in machines])
+        updates, after = [], []
+        numeric.update = _noting(numeric, numeric.update, updates, after)
+        scenario = Scenario(machines, parse("asp"), samples=512, push_bits=push_bits, pull_bits=pull_bits)
+        report = simulate(scenario, numeric)
+        apart, wrong = 0, []
+        for update, now, (parameters, gradient) in zip(updates, after, seen):
+            (push,) = update.pushes
+            apart += not np.array_equal(parameters, held[push.worker])
+            said = gradient.copy()
+            if push_bits < 32:
+                message = np.empty(up.nbytes, np.uint8)
+                up.encode(gradient, residual[push.worker], message)
+                up.decode(message, said)
+            wrong.append(float(np.abs(theta - np.float32(push.rate) * said - now).max()))
+            theta = now
+            if pull_bits == 32:
+                held[push.worker][...] = theta
+            elif pull_bits == 16:
+                message = np.empty(down.nbytes, np.uint8)
+                down.encode(theta, None, message)
+                down.decode(message, held[push.worker])
+            else:
+                message = np.empty(down.nbytes, np.uint8)
+                down.encode_difference(theta, held[push.worker], message)
+        per_push = up.nbytes if push_bits < 32 else scenario.model_bytes
+        per_answer = down.nbytes if pull_bits < 32 else scenario.model_bytes
+        end = scenario.model_bytes  # in full precision
+        found[f"{push_bits}/{pull_bits}"] = {
+            "pushes": len(updates),
+            "apart": int(apart),
+            "wrong": max(wrong),
+            "moved": float(np.abs(theta - seen[0][0]).max()),
+            "up": report.bytes_up - len(updates) * per_push,
+            "down": report.bytes_down - len(updates) * per_answer - 4 * end,
+            "residuals": len(numeric._gradients._coders),
+            "copies": len(numeric._server.coder._held),
+        }
+    return found
+
+
+def widths():
+    """How far the weights of fewer bits are from those of 32, and what both are worth."""
+    import keras
+    from models import difference, numbers
+
+    from hps_keras.simulate import Worker
+    from hps_keras.simulate.numeric import train
+
+    data = _separable(2048)
+    machines = [Worker(1.0 / speed, batch_size=16) for speed in SPEEDS]
+    weights, found = {}, {}
+    for rule in ("bsp", "wasp:8"):
+        for bits in ((32, 32), (8, 8), (1, 1)):
+            model = _compiled(_wide, keras.optimizers.SGD(0.1))
+            start = numbers(model.trainable_variables)
+            options = {"push_bits": bits[0], "pull_bits": bits[1], "validation_data": data}
+            report = train(model, data, machines, rule, epochs=2, **options)
+            weights[bits] = numbers(model.trainable_variables)
+            found[f"{rule} {bits[0]}"] = {
+                "apart": difference(weights[bits], weights[32, 32]),
+                "moved": difference(weights[bits], start),
+                "accuracy": report.history[-1]["val_accuracy"],
+                "bits": report.bits,
+            }
+    return found
+
+
+def adaptive():
+    """Widths that follow the accuracy, and those of a run without validation data."""
+    import keras
+
+    from hps_keras.consistency import BSP
+    from hps_keras.quantization import Codec
+    from hps_keras.simulate import Scenario, Worker, simulate
+    from hps_keras.simulate.numeric import Numeric, train
+
+    data = _separable(512)
+    machines = [Worker(1.0 / speed, batch_size=16) for speed in SPEEDS]
+    always = "plateau:2:8:0.9:1:0"  # no epoch gains as much as that
+    model = _compiled(_wide, keras.optimizers.SGD(0.1))
+    numeric = Numeric(model, data, 4, BSP(), validation_data=data)
+    scenario = Scenario(tuple(machines), samples=512, epochs=4, policy=always, pull_policy=16)
+    report = simulate(scenario, numeric)
+    sizes = {bits: Codec(numeric._layout, bits).nbytes for bits in (2, 4, 8)}
+    blind = train(
+        _compiled(_wide, keras.optimizers.SGD(0.1)), data, machines, "asp", epochs=3, policy="descending:8:2:4:1:0"
+    )
+    return {
+        "bits": report.bits,
+        "notes": report.notes,
+        "up": report.bytes_up,
+        "sizes": sizes,
+        "widths": report.widths,
+        "copies": len(numeric._server.coder._held),
+        "blind": [blind.bits, blind.notes],
+    }
 
 
 def refusals():
@@ -368,6 +529,11 @@ def refusals():
         "every": lambda: train(_compiled(_small, sgd(0.1)), (x, y), 2, evaluate_every=3),
         "negative": lambda: train(_compiled(_small, sgd(0.1)), (x, y), 2, validation_data=(x, y), evaluate_every=-1),
     }
+    cases |= {
+        "widths": lambda: train(_compiled(_small, sgd(0.1)), (x, y), 2, push_bits=3),
+        "both": lambda: train(_compiled(_small, sgd(0.1)), (x, y), 2, pull_bits=8, policy="plateau"),
+        "policy": lambda: train(_compiled(_small, sgd(0.1)), (x, y), 2, policy="plato"),
+    }
     found = {}
     for name, call in cases.items():
         try:
@@ -382,7 +548,7 @@ def refusals():
 # -- what is expected of it --
 
 EVERYWHERE = [gradients, one_worker, large_batch, stale, streams]
-ONCE = [diverging, shared_memory, refusals]
+ONCE = [diverging, shared_memory, coded, widths, adaptive, refusals]
 
 
 @functools.cache
@@ -464,6 +630,41 @@ def test_workers_of_one_version_share_its_memory():
 
 
 @pytest.mark.parametrize(
+    ("widths", "residuals", "copies"), [("8/4", 4, 4), ("1/16", 4, 4), ("4/32", 4, 0), ("32/8", 0, 4)]
+)
+def test_workers_hold_and_say_what_the_coders_make_of_it(widths, residuals, copies):
+    found = _seen_on("tensorflow")["coded"][widths]
+    assert found["pushes"] == 32 and found["moved"] > 0.1
+    assert found["apart"] == 0, "gradients of parameters that the worker has not"
+    assert found["wrong"] < 1e-6, "updates by something else than what was said"
+    assert found["up"] == found["down"] == 0, "bytes beside messages and the end of the epoch"
+    assert (found["residuals"], found["copies"]) == (residuals, copies)
+
+
+@pytest.mark.parametrize("rule", ["bsp", "wasp:8"])
+def test_eight_bits_come_close_and_one_bit_does_not(rule):
+    full, eight, one = (_seen_on("tensorflow")["widths"][f"{rule} {bits}"] for bits in (32, 8, 1))
+    assert full["moved"] > 0.1 and full["accuracy"] > 0.9
+    assert 0 < eight["apart"] < 0.01 * full["moved"] < 0.05 * full["moved"] < one["apart"]
+    assert eight["accuracy"] > full["accuracy"] - 0.01 and one["accuracy"] > 0.8
+    assert full["bits"] == [[32, 32]] * 2 and one["bits"] == [[1, 1]] * 2
+
+
+def test_widths_follow_the_accuracy():
+    found = _seen_on("tensorflow")["adaptive"]
+    assert found["bits"] == [[2, 16], [2, 16], [4, 16], [8, 16]] and found["widths"] == "plateau:2:8:0.9:1:0/16"
+    assert len(found["notes"]) == 2 and "val_accuracy" in found["notes"][0] and "4 bits" in found["notes"][0]
+    pushes = 512 // 16
+    assert found["up"] == sum(pushes * found["sizes"][str(push)] for push, _ in found["bits"])
+    assert found["copies"] == 1, "BSP's workers hold the same"
+
+
+def test_without_validation_data_the_loss_decides():
+    bits, notes = _seen_on("tensorflow")["adaptive"]["blind"]
+    assert bits == [[8, 8]] * 3 and notes == ["there is no 'val_accuracy' (there are loss); the loss decides"]
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("uncompiled", "not compiled: call model.compile"),
@@ -477,6 +678,9 @@ def test_workers_of_one_version_share_its_memory():
         ("workers", "workers=0"),
         ("every", "evaluate_every=3 without validation_data"),
         ("negative", "evaluate_every=-1"),
+        ("widths", "push_bits=3: use one of 1, 2, 4"),
+        ("both", "pull_bits=8: leave it out"),
+        ("policy", "policy='plato': use one of fixed"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(name, said):

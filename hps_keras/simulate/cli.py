@@ -69,6 +69,12 @@ def main(arguments: Sequence[str]) -> int:
     file = from_file(options.file) if options.file else {}
     run = from_run(options.run) if options.run else {}
     settings = merge(run, file, flags)
+    if run and {"push_bits", "pull_bits", "policy"} & {*file, *flags}:
+        print(
+            f"{options.run}: its times hold the network at the widths that it had; other widths change bytes and "
+            "accuracy here, not times",
+            file=sys.stderr,
+        )
     numeric = None
     if options.model or options.data:
         numeric = _Training(options.model, options.data, options.evaluate_every, settings)
@@ -78,7 +84,11 @@ def main(arguments: Sequence[str]) -> int:
     reports: list[Report] = []
     for scenario in planned:
         if len(planned) > 1:
-            print(f"{scenario.consistency}, {len(scenario.workers)} workers ...", file=sys.stderr, flush=True)
+            print(
+                f"{scenario.consistency}, {len(scenario.workers)} workers, {scenario.widths} ...",
+                file=sys.stderr,
+                flush=True,
+            )
         reports.append(simulate(scenario) if numeric is None else numeric.run(scenario))
     print(table(reports, targets))
     if options.json:

@@ -17,130 +17,20 @@ Joining and leaving take no time, and neither do evaluation, callbacks and valid
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Protocol
 
-import numpy as np
-
-from hps_keras.consistency import Consistency
 from hps_keras.coordinator import Coordinator
 from hps_keras.decisions import Answer, Complete, Decision, Fail, Log, Push, Switch, Take, Update
 from hps_keras.errors import ConfigurationError, ProtocolError
-from hps_keras.scheduling import Lease
-from hps_keras.simulate.report import WAITS, Report
+from hps_keras.simulate.arithmetic import Arithmetic, NoArithmetic
+from hps_keras.simulate.machines import Machine, factors
+from hps_keras.simulate.report import Report
 from hps_keras.simulate.scenario import Scenario, finish_time, speed_profile
+from hps_keras.simulate.traffic import EXACT, Message, Traffic
+from hps_keras.simulate.widths import Widths
 
-_BLOCK = 64  # jitter factors that are drawn at once
-
-
-class Arithmetic(Protocol):
-    """What is computed while virtual time passes: nothing (timing), or a real model's training (numeric)."""
-
-    def rate(self, worker: int) -> float:
-        """Returns the learning rate of the push that a worker sends now."""
-
-    def take(self, push: Push, factor: float, first: bool, lease: Lease | None) -> None:
-        """Computes the gradient of a push, on what its worker holds, and adds `factor` times it; anew when `first`."""
-
-    def update(self, decision: Update) -> dict[str, float] | None:
-        """Applies what was taken; returns what the parameters are worth now, if that was looked at."""
-
-    def answer(self, worker: int) -> None:
-        """A worker holds the present parameters from now on."""
-
-    def leave(self, worker: int) -> None:
-        """A worker is lost."""
-
-    def begin_pass(self, number: int) -> None:
-        """A pass over the samples begins, counted from 1."""
-
-    def switch(self, model: Consistency) -> None:
-        """The consistency model is another one from now on."""
-
-    def epoch_end(self, epoch: int, now: float) -> dict[str, float] | None:
-        """All hold the same parameters; returns what they are worth, e.g. an accuracy."""
-
-
-class NoArithmetic:
-    """Timing mode: nothing is computed."""
-
-    def rate(self, worker: int) -> float:
-        """Returns 1, so that an update's rate is its weight."""
-        return 1.0
-
-    def take(self, push: Push, factor: float, first: bool, lease: Lease | None) -> None:
-        """Does nothing."""
-
-    def update(self, decision: Update) -> None:
-        """Does nothing."""
-
-    def answer(self, worker: int) -> None:
-        """Does nothing."""
-
-    def leave(self, worker: int) -> None:
-        """Does nothing."""
-
-    def begin_pass(self, number: int) -> None:
-        """Does nothing."""
-
-    def switch(self, model: Consistency) -> None:
-        """Does nothing."""
-
-    def epoch_end(self, epoch: int, now: float) -> dict[str, float] | None:
-        """Knows nothing."""
-        return None
-
-
-@dataclass
-class _Machine:
-    """One worker: what it does, and what it has done.
-
-    Attributes:
-        jitter: Factors of its steps' times.
-        profile: When its speed changes.
-        lost_at: When it is lost.
-        request: What is on its way to the server or waits there: ``push``, the name of a gather, or ``lost``.
-        sent_at: When that left.
-        ticket: Number of the event in which it arrives.
-        held_since: Since when the server has let it wait; None while it does not.
-        samples: Samples of the step.
-        steps_left: Steps to the end of the epoch, when it has a shard of its own.
-    """
-
-    jitter: Iterator[float]
-    profile: Sequence[tuple[float, float]]
-    lost_at: float = math.inf
-    noticed_after: float = 0.0
-    lease: Lease | None = None
-    steps_left: int = 0
-    version: int = 0
-    request: str = ""
-    sent_at: float = 0.0
-    ticket: int = 0
-    held_since: float | None = None
-    samples: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-    total_samples: int = 0
-    compute: float = 0.0
-    exchange: float = 0.0
-    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAITS, 0.0))
-    staleness: Counter[int] = field(default_factory=Counter)
-    bytes_up: int = 0
-    bytes_down: int = 0
-    gone: bool = False
-
-
-def _factors(jitter: float, seed: int, worker: int) -> Iterator[float]:
-    random = np.random.Generator(np.random.Philox(key=[seed, worker]))
-    while True:
-        if not jitter:
-            yield 1.0
-            continue
-        yield from np.maximum(0.05, 1 + jitter * random.standard_normal(_BLOCK)).tolist()
+__all__ = ["Arithmetic", "NoArithmetic", "Simulation", "simulate"]
 
 
 class Simulation:
@@ -152,28 +42,30 @@ class Simulation:
     """
 
     def __init__(self, scenario: Scenario, arithmetic: Arithmetic | None = None) -> None:
+        if scenario.policy is not None and arithmetic is None:
+            raise ConfigurationError(
+                f"policy={scenario.policy!r}: it follows what a model has learnt, so give a model and its data "
+                "(numeric mode), or fixed widths (push_bits, pull_bits)"
+            )
         self._scenario = scenario
         self._arithmetic: Arithmetic = NoArithmetic() if arithmetic is None else arithmetic
         self._coordinator = Coordinator(len(scenario.workers), scenario.consistency, math.inf, 0.0)
         failures = {f.worker: f for f in scenario.failures}
         self._machines = [
-            _Machine(_factors(w.jitter, scenario.seed, n), speed_profile(scenario.slowdowns, n))
+            Machine(factors(w.jitter, scenario.seed, n), speed_profile(scenario.slowdowns, n))
             for n, w in enumerate(scenario.workers)
         ]
         for rank, failure in failures.items():
             self._machines[rank].lost_at, self._machines[rank].noticed_after = failure.at, failure.noticed_after
         self._leased = scenario.samples is not None
         server = scenario.server
-        self._transfer = scenario.model_bytes / (server.count * server.bandwidth)
         self._overlap = server.overlap
         self._push_seconds = server.push_seconds / server.count
         self._update_seconds = server.update_seconds / server.count
-        # What a slow link adds to the time that the interface needs, and for how much of it a server is kept waiting:
-        # several servers are kept by several workers at the same time.
-        links = [scenario.model_bytes / w.link.bandwidth for w in scenario.workers]
-        self._excess = [max(0.0, seconds - self._transfer) for seconds in links]
-        share = 0.0 if server.overlap else 1 / server.count
-        self._blocking = [max(0.0, seconds * share - self._transfer) for seconds in links]
+        self._widths, self._traffic = Widths(scenario), Traffic(scenario, self._arithmetic.nbytes)
+        self._exact = self._traffic.pull(EXACT)
+        self._push, self._pull = self._exact, self._exact  # gradients and answers
+        self._encoded = -1  # the version that was encoded for all
         self._events: list[tuple[float, int, int]] = []
         self._count = 0  # of events; equal times are handled in the order in which they were planned
         self._free_in = self._free_out = 0.0  # when the interface is free
@@ -218,6 +110,12 @@ class Simulation:
                 self._carry_out(self._coordinator.leave(rank, self._now))
         return self._report()
 
+    def _set_widths(self) -> None:
+        push, pull = self._widths.bits
+        self._push, self._pull = self._traffic.push(push), self._traffic.pull(pull)
+        self._encoded = -1
+        self._arithmetic.widths(push, pull)
+
     # -- workers --
 
     def _work(self, rank: int, now: float) -> None:
@@ -253,8 +151,9 @@ class Simulation:
         machine.request, machine.sent_at = request, at
         arrival = at + self._scenario.workers[rank].link.latency
         if request == "push":
-            arrival += self._excess[rank] - self._blocking[rank]
-            machine.bytes_up += self._scenario.model_bytes
+            message = self._push
+            arrival += message.worker[rank] + message.excess[rank] - message.blocking[rank]
+            machine.bytes_up += message.nbytes
         self._plan(rank, arrival)
 
     def _plan(self, rank: int, at: float) -> None:
@@ -268,8 +167,8 @@ class Simulation:
         """Something reaches the servers; all before it have been handled, whenever that will be."""
         machine, coordinator = self._machines[rank], self._coordinator
         if self._overlap and machine.request == "push":
-            self._free_in = max(self._free_in, at) + self._transfer
-            self._busy["receiving"] += self._transfer
+            self._free_in = max(self._free_in, at) + self._push.transfer
+            self._busy["receiving"] += self._push.transfer
             self._now = max(self._now, self._free_in)
         self._now = max(self._now, at)
         request, now = machine.request, self._now
@@ -300,8 +199,8 @@ class Simulation:
         for decision in decisions:
             if isinstance(decision, Take):
                 if not self._overlap:
-                    self._spend(self._transfer + self._blocking[decision.push.worker], "receiving")
-                self._spend(self._push_seconds, "updating")
+                    self._spend(self._push.transfer + self._push.blocking[decision.push.worker], "receiving")
+                self._spend(self._push_seconds + self._push.server, "updating")
                 lease = self._machines[decision.push.worker].lease
                 self._arithmetic.take(decision.push, decision.factor, decision.first, lease)
             elif isinstance(decision, Update):
@@ -340,21 +239,30 @@ class Simulation:
         rank = decision.push.worker
         machine = self._machines[rank]
         machine.version, machine.lease = decision.version, decision.lease
-        self._arithmetic.answer(rank)
+        message = None
+        if decision.fresh or decision.sync:
+            self._arithmetic.answer(rank, decision.sync)
+            message = self._exact if decision.sync else self._encode(decision.version)
         kind = "syncs" if decision.sync else "rounds" if self._coordinator.consistency.synchronous else "bounds"
-        self._work(rank, self._reply(rank, decision.fresh or decision.sync, kind))
+        self._work(rank, self._reply(rank, message, kind))
 
-    def _reply(self, rank: int, parameters: bool, waited_in: str) -> float:
-        """Sends an answer now; returns when it arrives."""
+    def _encode(self, version: int) -> Message:
+        """Takes the time for encoding an answer; in rounds, all get the same."""
+        if not (self._coordinator.consistency.synchronous and version == self._encoded):
+            self._spend(self._pull.server, "updating")
+            self._encoded = version
+        return self._pull
+
+    def _reply(self, rank: int, message: Message | None, waited_in: str) -> float:
+        """Sends an answer now, with parameters in `message`; returns when it arrives."""
         machine, link = self._machines[rank], self._scenario.workers[rank].link
-        transfer, arrival = 0.0, self._now
-        if parameters:
-            transfer = self._transfer
-            self._free_out = max(self._free_out, self._now) + transfer
-            self._busy["sending"] += transfer
-            arrival = self._free_out + self._excess[rank]
-            self._flushed = max(self._flushed, self._free_out + self._blocking[rank])
-            machine.bytes_down += self._scenario.model_bytes
+        arrival = self._now
+        if message is not None:
+            self._free_out = max(self._free_out, self._now) + message.transfer
+            self._busy["sending"] += message.transfer
+            arrival = self._free_out + message.excess[rank] + message.worker[rank]
+            self._flushed = max(self._flushed, self._free_out + message.blocking[rank])
+            machine.bytes_down += message.nbytes
         arrival += link.latency
         waited = 0.0 if machine.held_since is None else self._now - machine.held_since
         machine.held_since = None
@@ -373,13 +281,13 @@ class Simulation:
             self._coordinator.define([0], self._scenario.consistency)
             self._begin_epoch(done.members, [0.0] * len(done.members))
         elif done.name == "pause":
-            arrivals = [self._reply(rank, True, "ends") for rank in done.members]
+            arrivals = [self._reply(rank, self._exact, "ends") for rank in done.members]
             self._end_epoch(done.members, max(arrivals))
             for rank, arrival in zip(done.members, arrivals):
                 self._go_on(rank, "logs", arrival)
         elif done.name == "logs":
             for rank in done.members:
-                self._go_on(rank, "resume", self._reply(rank, False, "ends"))
+                self._go_on(rank, "resume", self._reply(rank, None, "ends"))
         elif done.name == "resume":
             self._epoch += 1
             if self._epoch == self._scenario.epochs:
@@ -387,7 +295,7 @@ class Simulation:
                 self._done = True
             else:
                 self._sequence += 1
-                self._begin_epoch(done.members, [self._reply(rank, False, "ends") for rank in done.members])
+                self._begin_epoch(done.members, [self._reply(rank, None, "ends") for rank in done.members])
 
     def _go_on(self, rank: int, request: str, at: float) -> None:
         if self._machines[rank].lost_at <= at:
@@ -399,6 +307,7 @@ class Simulation:
         self._epoch_began = min(starts)
         if self._epoch == 0:
             self._sequence = 2  # of the gathers of the first epoch's end; joining had 1
+        self._set_widths()
         self._arithmetic.begin_pass(self._epoch + 1)
         leases = self._coordinator.begin_pass() if self._leased else {}
         for rank, start in zip(members, starts):
@@ -411,8 +320,11 @@ class Simulation:
         self._epochs.append(now - self._epoch_began)
         for rank in members:
             self._machines[rank].version = self._coordinator.version(0)
-            self._arithmetic.answer(rank)
+            self._arithmetic.answer(rank, True)
         values = self._arithmetic.epoch_end(self._epoch, now)
+        chosen = self._widths.end_pass(values)
+        if len(self._epochs) < self._scenario.epochs:  # else there is no pass that could have them
+            self._notes += chosen
         if values is not None:
             self._history.append({"epoch": self._epoch + 1, "seconds": now, "updates": self._updates, **values})
 
@@ -436,6 +348,8 @@ class Simulation:
         return Report(
             consistency=str(scenario.consistency),
             resize=scenario.resizing.mode if scenario.resizing else "no",
+            widths=scenario.widths,
+            bits=tuple(self._widths.passes),
             servers=server.count,
             overlap=server.overlap,
             seconds=self._ended,

@@ -9,115 +9,36 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hps_keras.consistency import Auto, Consistency, parse
 from hps_keras.errors import ConfigurationError
-from hps_keras.shares import MODES, Resizing
-from hps_keras.simulate.scenario import BYTES_PER_PARAMETER, Failure, Link, Scenario, Server, Slowdown, Worker
-
-
-class _Bad(ValueError):
-    """A value cannot be read; says what would be."""
-
-
-def _scaled(text: str, units: Mapping[str, float], example: str) -> float:
-    found = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)\s*([a-zµ/]*)\s*", text, re.IGNORECASE)
-    if found is None or found[2].lower() not in units:
-        raise _Bad(f"give {example}")
-    return float(found[1]) * units[found[2].lower()]
-
-
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
-_RATES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "bit": 0.125, "kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
-_RATES |= {f"{unit}/s": value for unit, value in _RATES.items() if unit}
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-
-
-def seconds(text: str) -> float:
-    """Reads ``50us``, ``1.5ms``, ``2``."""
-    return _scaled(text, _SECONDS, "seconds, e.g. 0.05, 50ms or 50us")
-
-
-def rate(text: str) -> float:
-    """Reads ``1gbit``, ``10GB/s``, ``125e6`` (bytes per second)."""
-    return _scaled(text, _RATES, "a bandwidth, e.g. 1gbit, 100mbit or 10GB")
-
-
-def number(text: str) -> float:
-    """Reads a plain number."""
-    return _scaled(text, {"": 1.0}, "a number, e.g. 0.5")
-
-
-def count(text: str) -> int:
-    """Reads ``60000``, ``60k``, ``44.5M``."""
-    value = _scaled(text, _COUNTS, "a whole number, e.g. 60000, 60k or 44.5M")
-    if not math.isfinite(value) or abs(value - round(value)) > 1e-6 * max(1.0, abs(value)):
-        raise _Bad("give a whole number")
-    return round(value)
-
-
-def yes_or_no(text: str) -> bool:
-    """Reads ``yes``, ``no``, ``true``, ``false``."""
-    if text.strip().lower() not in ("yes", "no", "true", "false"):
-        raise _Bad("give yes or no")
-    return text.strip().lower() in ("yes", "true")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Time of an operation on all parameters: `fixed` seconds and `per_byte` for each of the model's bytes."""
-
-    fixed: float = 0.0
-    per_byte: float = 0.0
-
-    def of(self, model_bytes: int) -> float:
-        """Returns the seconds."""
-        return self.fixed + self.per_byte * model_bytes
-
-
-def cost(text: str) -> Cost:
-    """Reads ``5ms`` or ``0.8ns/byte``."""
-    head, slash, unit = text.strip().lower().partition("/")
-    if not slash:
-        return Cost(fixed=seconds(head))
-    if unit not in ("byte", "b"):
-        raise _Bad("give seconds, or seconds per byte of the model, e.g. 5ms or 0.8ns/byte")
-    return Cost(per_byte=seconds(head))
-
-
-_RANGE = re.compile(r"(\d+):([^:]+?)-([^:-]*):([^:]+)")
-_LOSS = re.compile(r"(\d+)@([^+@]+)(?:\+(.+))?")
-
-
-def slowdown(text: str) -> Slowdown:
-    """Reads ``WORKER:FROM-TO:FACTOR``, e.g. ``0:10-20:0.5``; without TO for ever."""
-    found = _RANGE.fullmatch(text.strip())
-    if found is None:
-        raise _Bad("give worker:from-to:factor of its speed, e.g. 0:10-20:0.5")
-    end = seconds(found[3]) if found[3] else math.inf
-    return Slowdown(int(found[1]), seconds(found[2]), end, number(found[4]))
-
-
-def failure(text: str) -> Failure:
-    """Reads ``WORKER@SECOND``, or ``WORKER@SECOND+SECONDS`` until the server notices."""
-    found = _LOSS.fullmatch(text.strip())
-    if found is None:
-        raise _Bad("give worker@second, e.g. 3@30, or 3@30+10 when it is noticed 10 s later")
-    return Failure(int(found[1]), seconds(found[2]), seconds(found[3]) if found[3] else 0.0)
-
-
-def resizing(text: str) -> Resizing | None:
-    """Reads ``no``, ``cap`` or ``accumulate``."""
-    mode = text.strip().lower()
-    if mode not in ("no", *MODES):
-        raise _Bad(f"give {', '.join(['no', *MODES[:-1]])} or {MODES[-1]}")
-    return None if mode == "no" else Resizing(mode=mode)
+from hps_keras.shares import Resizing
+from hps_keras.simulate.scenario import (
+    BYTES_PER_PARAMETER,
+    CODING_RATE,
+    Link,
+    Scenario,
+    Server,
+    Worker,
+)
+from hps_keras.simulate.units import (
+    Bad,
+    Cost,
+    cost,
+    count,
+    failure,
+    number,
+    policy_name,
+    rate,
+    resizing,
+    seconds,
+    slowdown,
+    yes_or_no,
+)
 
 
 class Setting(NamedTuple):
@@ -159,6 +80,13 @@ SETTINGS: Mapping[str, Setting] = {
     "fail": Setting(failure, "list", "W@S", "worker W is lost at second S (W@S+T: noticed T later); can repeat"),
     "resize": Setting(resizing, "list", "MODE", "batch sizes by speed: no, cap, accumulate; repeat to compare"),
     "limit": Setting(count, "each", "B[,B]", "most samples in a batch that a worker's memory holds; 0 for no bound"),
+    "push_bits": Setting(count, "each", "N[,N]", "width of gradients: 1, 2, 4, 8, 16, or 32, the default; compared"),
+    "pull_bits": Setting(count, "each", "N[,N]", "width of parameters in answers, as push-bits"),
+    "policy": Setting(policy_name, "list", "NAME", "how widths follow accuracy: plateau, descending:8:2, ...; repeat"),
+    "pull_policy": Setting(policy_name, "one", "NAME", "the policy of answers, as policy unless given"),
+    "monitor": Setting(str, "one", "METRIC", "what policies follow, val_accuracy unless given"),
+    "coding_rate": Setting(rate, "each", "RATE[,RATE]", "float32 that a worker encodes in a second, 6GB unless given"),
+    "server_coding_rate": Setting(rate, "one", "RATE", "the same of a server, 6GB unless given"),
     "seed": Setting(count, "one", "N", "of the jitter, 0 unless given"),
 }
 
@@ -173,6 +101,7 @@ _PER_WORKER = (
     "bandwidth",
     "latency",
     "limit",
+    "coding_rate",
 )
 
 
@@ -222,7 +151,8 @@ def from_run(path: str) -> dict[str, Given]:
 def from_summary(run: Mapping[str, Any], where: str) -> dict[str, Given]:
     """Fits settings to what ``Summary.save`` has written.
 
-    The network is inside the recorded times, so that links cost nothing and must not be given again. The run's samples
+    The network is inside the recorded times, so that links cost nothing and must not be given again; nor do coders. Of
+    widths that changed in the run the largest is taken. The run's samples
     are those of all its epochs, unless `samples` or `epochs` are given. Where batches followed the speed, each worker
     has the batch size that the user gave it and the time that was fitted; else no part of a step's time is fixed.
 
@@ -251,7 +181,11 @@ def from_summary(run: Mapping[str, Any], where: str) -> dict[str, Given]:
             "epochs": max(1, run["epochs"]),
             "parameters": run["server"]["parameters_bytes"] // BYTES_PER_PARAMETER,
             "push_seconds": run["server"]["push_seconds"],
+            "coding_rate": math.inf,  # the recorded times hold the coders' work
+            "server_coding_rate": math.inf,
         }
+        for name in ("push_bits", "pull_bits"):
+            fitted[name] = max(run.get("coding", {}).get(name, [32]))
         if any(m.fixed_seconds for m in machines):
             fitted["fixed_seconds"] = [m.fixed_seconds for m in machines]
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -289,6 +223,9 @@ def merge(run: Mapping[str, Given], file: Mapping[str, Given], flags: Mapping[st
     merged = {**run, **over}
     if "steps" in over and "samples" not in over:
         merged.pop("samples", None)
+    if "policy" in over:
+        for name in {"push_bits", "pull_bits"} - over.keys():
+            merged.pop(name, None)
     if "step_seconds" in over and "fixed_seconds" not in over:
         merged.pop("fixed_seconds", None)  # a part of other times
     return merged
@@ -308,17 +245,29 @@ def scenarios(settings: Mapping[str, Given]) -> list[Scenario]:
         raise ConfigurationError("workers is missing: give their number, e.g. --workers 4")
     label = settings["consistency"].label if "consistency" in settings else "consistency"
     models = [parse(text, label) for text in read.get("consistency", ["bsp"])]
+    modes = read.get("resize", [None])
+    runs = product(read.get("workers", [longest]), read.get("servers", [1]), models, modes, _widths(read))
     try:
         return [
-            _scenario(settings, read, *chosen)
-            for chosen in product(
-                read.get("workers", [longest]), read.get("servers", [1]), models, read.get("resize", [None])
-            )
-            if not _repeats(*chosen[2:], read.get("resize", []))
+            _scenario(settings, read, workers, servers, model, resize, widths)
+            for workers, servers, model, resize, widths in runs
+            if not _repeats(model, resize, modes)
         ]
     except ConfigurationError as error:  # say it by the name under which it was given
         wrong = str(error).partition("=")[0]
         raise ConfigurationError(f"{settings[wrong].label}: {error}" if wrong in settings else str(error)) from None
+
+
+def _widths(read: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The widths to compare: all pairs of fixed ones that are named, then the policies."""
+    chosen: list[dict[str, Any]] = []
+    if "policy" not in read or "push_bits" in read or "pull_bits" in read:
+        pairs = product(read.get("push_bits", [32]), read.get("pull_bits", [32]))
+        chosen += [{"push_bits": push, "pull_bits": pull} for push, pull in pairs]
+    more = {name: read[name] for name in ("pull_policy", "monitor") if name in read}
+    if "policy" not in read:
+        return [one | more for one in chosen]
+    return chosen + [{"policy": name} | more for name in read["policy"]]
 
 
 def _repeats(model: Consistency, resize: Resizing | None, modes: Sequence[Resizing | None]) -> bool:
@@ -333,6 +282,7 @@ def _scenario(
     servers: int,
     model: Consistency,
     resize: Resizing | None,
+    widths: Mapping[str, Any],
 ) -> Scenario:
     def each(name: str, default: Any) -> list[Any]:
         """The values of all workers."""
@@ -349,8 +299,8 @@ def _scenario(
         raise ConfigurationError(f"speeds={read['speeds']}: give numbers above 0, e.g. 1,1,0.5,0.25")
     links = [Link(*both) for both in zip(each("bandwidth", math.inf), each("latency", 0.0))]
     machines = [
-        Worker(step / speed, batch_size, fixed / speed, jitter, link, steps, limit)
-        for speed, step, batch_size, fixed, jitter, link, steps, limit in zip(
+        Worker(step / speed, batch_size, fixed / speed, jitter, link, steps, limit, coding)
+        for speed, step, batch_size, fixed, jitter, link, steps, limit, coding in zip(
             speeds,
             each("step_seconds", None),
             each("batch_size", 64),
@@ -359,6 +309,7 @@ def _scenario(
             links,
             each("steps", None),
             each("limit", 0),
+            each("coding_rate", CODING_RATE),
         )
     ]
     parameters = read.get("parameters", 0)
@@ -373,6 +324,7 @@ def _scenario(
             push_seconds=read.get("push_seconds", Cost()).of(nbytes),
             update_seconds=read.get("update_seconds", Cost()).of(nbytes),
             overlap=read.get("overlap", False),
+            coding_rate=read.get("server_coding_rate", CODING_RATE),
         ),
         parameters=parameters,
         samples=read.get("samples"),
@@ -380,6 +332,7 @@ def _scenario(
         slowdowns=tuple(read.get("slow", ())),
         failures=tuple(read.get("fail", ())),
         resizing=resize,
+        **widths,
         seed=read.get("seed", 0),
     )
 
@@ -396,9 +349,9 @@ def _read(name: str, given: Given) -> Any:
         for value in values:
             known = isinstance(value, (str, int, float))
             if not known or (isinstance(value, bool) and setting.read is not yes_or_no):
-                raise _Bad(f"give {setting.shown}: {setting.help}")
+                raise Bad(f"give {setting.shown}: {setting.help}")
         read = [setting.read(value if isinstance(value, str) else repr(value)) for value in values]
-    except _Bad as error:
+    except Bad as error:
         raise ConfigurationError(f"{given.label}: {given.value!r} cannot be read: {error}") from None
     except ConfigurationError as error:
         raise ConfigurationError(f"{given.label}: {error}") from None

@@ -2,8 +2,8 @@
 
 The engine keeps virtual time and asks the coordinator; :class:`Numeric` computes what its decisions mean: each
 gradient on the parameters that its worker holds, each update by the parameter server's own
-:class:`hps_keras.update.ServerOptimizer`. All workers share one model in one process, and those that hold the same
-version share its memory: a run needs the parameters once for each version that is held, not once for each worker.
+:class:`hps_keras.update.ServerOptimizer`. All workers share one model in one process; what they hold and send is in
+:mod:`hps_keras.simulate.holdings`, in as few bits as the widths say.
 
 What differs from real workers: the model's moving statistics (BatchNorm) and its random seeds are one for all workers
 and move on with every gradient, instead of being averaged at the ends of epochs.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -26,11 +25,13 @@ from hps_keras.consistency import Asynchronous, Consistency, resolve
 from hps_keras.data import ElasticDataset
 from hps_keras.decisions import Push, Update
 from hps_keras.errors import ConfigurationError
-from hps_keras.layout import ParameterLayout, aligned_zeros
+from hps_keras.layout import ParameterLayout
 from hps_keras.optimizer import describe_plain, inside, wrapped_in
+from hps_keras.quantization import Codec
 from hps_keras.scheduling import Lease
 from hps_keras.shares import Resizing
 from hps_keras.simulate.engine import simulate
+from hps_keras.simulate.holdings import Gradients, Holdings
 from hps_keras.simulate.report import Report
 from hps_keras.simulate.scenario import Failure, Scenario, Server, Slowdown, Worker
 from hps_keras.slots import slots_of
@@ -53,6 +54,11 @@ def train(
     slowdowns: Sequence[Slowdown] = (),
     failures: Sequence[Failure] = (),
     resizing: Resizing | None = None,
+    push_bits: int = 32,
+    pull_bits: int = 32,
+    policy: Any = None,
+    pull_policy: Any = None,
+    monitor: str = "val_accuracy",
 ) -> Report:
     """Trains a Keras model on virtual workers: real gradients, real staleness, virtual seconds.
 
@@ -72,6 +78,11 @@ def train(
         slowdowns: Workers that are slower for a time.
         failures: Workers that are lost.
         resizing: How batch sizes follow speed and memory, as `BatchResizer(...).options`; None: they stay.
+        push_bits: Width of gradients.
+        pull_bits: Width of parameters in answers.
+        policy: Instead of both: how they follow `monitor`, as in :class:`hps_keras.callbacks.AdaptiveQuantization`.
+        pull_policy: The same for answers; None: as `policy`.
+        monitor: What is monitored; where there is no such value, the loss.
 
     Returns:
         The report; ``report.history`` has the loss of each epoch and the evaluations, each with its virtual second.
@@ -109,18 +120,15 @@ def train(
         failures=tuple(failures),
         resizing=resizing,
         seed=seed,
+        push_bits=push_bits,
+        pull_bits=pull_bits,
+        policy=policy,
+        pull_policy=pull_policy,
+        monitor=monitor,
     )
     report = simulate(scenario, numeric)
     numeric.finish()
     return report
-
-
-@dataclass
-class _Version:
-    """Parameters that some workers hold."""
-
-    parameters: np.ndarray
-    holders: int = 0
 
 
 class Numeric:
@@ -183,15 +191,10 @@ class Numeric:
         self._steps: Counter[int] = Counter()
         self._order: np.ndarray | None = None
         self._workers, self._positions = workers, Counter[int]()
-        self._free: list[np.ndarray] = []
-        self._present: _Version | None = None
-        self._held: dict[int, _Version] = {}
+        self._holdings, self._gradients = Holdings(self._server, workers), Gradients(self._server)
         self._loss, self._trained = 0.0, 0
         self._asynchronous: Asynchronous | None = None
         self.switch(consistency)
-        for worker in range(workers):
-            self.answer(worker)
-        self._correct_momentum()
 
     # -- what the engine asks for --
 
@@ -201,6 +204,7 @@ class Numeric:
 
     def switch(self, model: Consistency) -> None:
         """Follows another consistency model from now on."""
+        self._holdings.share(model.synchronous)
         self._asynchronous = model if isinstance(model, Asynchronous) else None
         if self._asynchronous:
             self._server.compensation = self._asynchronous.compensation
@@ -219,58 +223,48 @@ class Numeric:
 
         Without a lease, the worker has a shard of its own of the shuffled samples, and begins it again at its end.
         """
-        server = self._server
         batch = self._shard(push) if lease is None else self._data.rows(self._order, *lease)
-        into = server.gradient if first else server.scratch
-        loss = self._gradient(self._held[push.worker].parameters, batch, into)
+        into = self._gradients.room(first)
+        loss = self._gradient(self._holdings.of(push.worker), batch, into)
         self._loss, self._trained = self._loss + push.samples * loss, self._trained + push.samples
         self._steps[push.worker] += 1
         # A run may diverge: that is a result, not an error.
         with np.errstate(over="ignore", invalid="ignore"):
-            if factor != 1:
-                into *= np.float32(factor)
-            if not first:
-                server.gradient += into
+            self._gradients.add(push.worker, into, factor, first)
 
     def update(self, decision: Update) -> dict[str, float] | None:
         """Updates the parameters as the parameter server does; returns an evaluation when one is due."""
         server, first = self._server, decision.pushes[0]
         if server.compensation and first.version < decision.version - 1:
             with np.errstate(over="ignore", invalid="ignore"):
-                server.compensate_from(self._held[first.worker].parameters)
-        self._forget_present()
+                server.compensate_from(self._holdings.of(first.worker))
+        self._holdings.release()
         server.update(decision.scale, decision.rate, self._gradient.present)
         server.version = decision.version
         return self.evaluate() if self._every and decision.version % self._every == 0 else None
 
-    def answer(self, worker: int) -> None:
-        """The worker now holds the present parameters."""
-        if self._present is None:
-            memory = self._free.pop() if self._free else aligned_zeros(self._layout.elements)
-            memory[...] = self._server.parameters
-            self._present = _Version(memory)
-        before = self._held.get(worker)
-        if before is self._present:
-            return
-        self._held[worker] = self._present
-        self._present.holders += 1
-        if before is not None:
-            before.holders -= 1
-            if not before.holders:
-                self._free.append(before.parameters)
+    def nbytes(self, bits: int) -> int:
+        """Bytes of a message of a width, of this model's tensors."""
+        return Codec(self._layout, bits).nbytes
+
+    def widths(self, push: int, pull: int) -> None:
+        """Gradients and answers have these widths from now on."""
+        self._gradients.bits = push
+        self._holdings.width(pull)
+
+    def answer(self, worker: int, exact: bool) -> None:
+        """The worker now holds the present parameters, or in few bits what an answer tells of them."""
+        self._holdings.give(worker, exact)
 
     def leave(self, worker: int) -> None:
         """The worker is lost: less asynchrony, more of the user's own momentum."""
-        version = self._held.pop(worker)
-        version.holders -= 1
-        if not version.holders and version is not self._present:
-            self._free.append(version.parameters)
+        self._holdings.lose(worker)
+        self._gradients.lose(worker)
         self._correct_momentum()
 
     def epoch_end(self, epoch: int, now: float) -> dict[str, float] | None:
         """All workers take the present parameters; returns what Keras would log: training loss and validation."""
-        for worker in self._held:
-            self.answer(worker)
+        self._holdings.give_all()
         logs = {"loss": self._loss / self._trained} if self._trained else {}
         self._loss, self._trained = 0.0, 0
         if self._validation is None:
@@ -297,7 +291,7 @@ class Numeric:
         """Leaves model and optimizer as `fit` would: final parameters, slots, the first worker's count of steps."""
         optimizer = self.model.optimizer
         if optimizer.use_ema:
-            self._forget_present()
+            self._holdings.release()
             self._server.finalize()
         self._into_model()
         if not optimizer.built:
@@ -308,18 +302,14 @@ class Numeric:
 
     # -- small things --
 
-    def _forget_present(self) -> None:
-        if self._present is not None and not self._present.holders:
-            self._free.append(self._present.parameters)
-        self._present = None
-
     def _into_model(self) -> None:
         for variable, view in zip(self.model.trainable_variables, self._layout.views(self._server.parameters)):
             variable.assign(np.array(view))  # JAX would share the memory, which changes
 
     def _correct_momentum(self) -> None:
-        if self._asynchronous and self._held:
-            chosen = self._server.correct_momentum(len(self._held), self._asynchronous.momentum)
+        workers = len(self._holdings.workers)
+        if self._asynchronous and workers:
+            chosen = self._server.correct_momentum(workers, self._asynchronous.momentum)
             if chosen is not None:
                 logger.info("%s", chosen)
 

@@ -27,6 +27,8 @@ class Report:
     Attributes:
         consistency: The model, as :func:`hps_keras.consistency.parse` reads it.
         resize: How batch sizes followed the speed: ``no``, ``cap`` or ``accumulate``.
+        widths: What decided the widths of gradients and answers: ``8/16 bits``, or the name of a policy.
+        bits: These widths in each epoch.
         servers: Number of servers.
         overlap: Whether they receive while they update.
         seconds: The whole run.
@@ -47,6 +49,8 @@ class Report:
 
     consistency: str
     resize: str
+    widths: str
+    bits: tuple[tuple[int, int], ...]
     servers: int
     overlap: bool
     seconds: float
@@ -182,8 +186,10 @@ def _resized(report: Report) -> str:
 
 
 def label(report: Report, reports: Sequence[Report]) -> str:
-    """Names a report among others: its model, and its workers and servers where they differ."""
+    """Names a report among others: its model, and its widths, workers and servers where they differ."""
     text = report.consistency + _resized(report)
+    if len({r.widths for r in reports}) > 1:
+        text += f" {report.widths}"
     if len({len(r.workers) for r in reports}) > 1:
         text += f" {len(report.workers)}w"
     if len({r.servers for r in reports}) > 1:

@@ -13,9 +13,14 @@ from typing import Any
 
 from hps_keras.consistency import BSP, Auto, Consistency
 from hps_keras.errors import ConfigurationError
+from hps_keras.precision import WIDTHS, policy
 from hps_keras.shares import BatchSizes, Resizing
 
 BYTES_PER_PARAMETER = 4
+
+CODING_RATE = 6e9
+"""Bytes of float32 that a core codes in a second: the slowest of the kernels, what has changed of parameters in 2 to 16
+bits, did 6 GB/s where they were measured (docs/quantization.md)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Worker:
         steps: Steps per epoch when the worker has a shard of its own; None when samples are leased to it.
         limit: Most samples in a batch that its memory holds; 0 for no bound. A larger step is made of several batches,
             each with the fixed part of the time.
+        coding_rate: Bytes of float32 that it encodes in a second; decoding is three times as fast.
     """
 
     step_seconds: float
@@ -60,6 +66,7 @@ class Worker:
     link: Link = field(default_factory=Link)
     steps: int | None = None
     limit: int = 0
+    coding_rate: float = CODING_RATE
 
     def __post_init__(self) -> None:
         good = 0 < self.step_seconds < math.inf
@@ -70,6 +77,7 @@ class Worker:
         _need(0 <= self.jitter <= 1, "jitter", self.jitter, "give a share of the step's time from 0 to 1, e.g. 0.05")
         _need(self.steps is None or self.steps >= 1, "steps", self.steps, "give the steps of an epoch, 1 or more")
         _need(self.limit >= 0, "limit", self.limit, "give the most samples of a batch, or 0 for no bound")
+        _need(self.coding_rate > 0, "coding_rate", self.coding_rate, "give bytes per second above 0, e.g. 6GB")
 
     @property
     def speed(self) -> float:
@@ -94,6 +102,7 @@ class Server:
         overlap: Whether a server receives, updates and sends at the same time, for different workers. The real one does
             not: it receives a gradient when its turn has come, updates when its last answers are out, and only sends
             beside other work.
+        coding_rate: As of a worker: bytes of float32 that one server encodes in a second.
     """
 
     count: int = 1
@@ -101,10 +110,12 @@ class Server:
     push_seconds: float = 0.0
     update_seconds: float = 0.0
     overlap: bool = False
+    coding_rate: float = CODING_RATE
 
     def __post_init__(self) -> None:
         _need(self.count >= 1, "servers", self.count, "give the number of servers, 1 or more")
         _need(self.bandwidth > 0, "server_bandwidth", self.bandwidth, "give bytes per second above 0, e.g. 10gbit")
+        _need(self.coding_rate > 0, "server_coding_rate", self.coding_rate, "give bytes per second above 0, e.g. 6GB")
         for name in ("push_seconds", "update_seconds"):
             value = getattr(self, name)
             _need(_from_zero(value), name, value, "give seconds from 0, e.g. 5ms or 0.8ns/byte")
@@ -150,13 +161,19 @@ class Scenario:
         workers: The workers, by rank.
         consistency: The consistency model.
         server: The parameter servers.
-        parameters: Trainable parameters of the model; a push and an answer carry 4 bytes for each.
+        parameters: Trainable parameters of the model; at 32 bits a push and an answer carry 4 bytes for each.
         samples: Samples of a pass, leased to the workers; None when every worker has `steps` of its own.
         epochs: Number of epochs.
         slowdowns: Workers that are slower for a time.
         failures: Workers that are lost.
         seed: Of the jitter. Each worker draws from a stream of its own, so that models are compared on equal terms.
         resizing: How batch sizes follow speed and memory; None: they stay, but with "auto" they follow the speed.
+        push_bits: Width of gradients.
+        pull_bits: Width of parameters in answers; forced syncs and ends of epochs have 32 always.
+        policy: How the widths follow `monitor` from pass to pass, see :func:`hps_keras.precision.policy`; None: they
+            stay. Only in numeric mode, where there is something to monitor.
+        pull_policy: The same for answers; None: as `policy`.
+        monitor: What is monitored; where there is no such value, the loss.
 
     Raises:
         ConfigurationError: Names what cannot be, and the remedy.
@@ -172,6 +189,11 @@ class Scenario:
     failures: tuple[Failure, ...] = ()
     seed: int = 0
     resizing: Resizing | None = None
+    push_bits: int = 32
+    pull_bits: int = 32
+    policy: Any = None
+    pull_policy: Any = None
+    monitor: str = "val_accuracy"
 
     def __post_init__(self) -> None:
         _need(len(self.workers) >= 1, "workers", len(self.workers), "give 1 or more")
@@ -192,6 +214,24 @@ class Scenario:
                 _need(good, name, event.worker, f"there are workers 0 to {len(self.workers) - 1}")
         lost = [f.worker for f in self.failures]
         _need(len(set(lost)) == len(lost), "fail", lost, "a worker is lost only once")
+        self._check_widths()
+
+    def _check_widths(self) -> None:
+        for name in ("push_bits", "pull_bits"):
+            bits = getattr(self, name)
+            good = isinstance(bits, int) and not isinstance(bits, bool) and bits in WIDTHS
+            _need(good, name, bits, f"use one of {', '.join(map(str, WIDTHS))}")
+            _need(bits == 32 or self.policy is None, name, bits, "leave it out where a policy chooses the widths")
+        for name in ("policy", "pull_policy"):
+            given = getattr(self, name)
+            if given is not None:
+                policy(given, name)
+        _need(
+            self.pull_policy is None or self.policy is not None,
+            "pull_policy",
+            self.pull_policy,
+            "give a policy as well",
+        )
 
     def adapting(self) -> BatchSizes | None:
         """Returns what changes the sizes of batches in a run, None when they stay.
@@ -206,6 +246,16 @@ class Scenario:
         return BatchSizes(
             resizing, {n: w.batch_size for n, w in workers.items()}, {n: w.limit for n, w in workers.items()}
         )
+
+    @property
+    def widths(self) -> str:
+        """Names the widths: ``"32 bits"``, ``"8/16 bits"`` for gradients and answers, or their policies."""
+        if self.policy is None:
+            pair, unit = (str(self.push_bits), str(self.pull_bits)), " bits"
+        else:
+            first, second = (_name(p, "policy") for p in (self.policy, self.pull_policy or self.policy))
+            pair, unit = (first, second), ""
+        return (pair[0] if pair[0] == pair[1] else "/".join(pair)) + unit
 
     @property
     def model_bytes(self) -> int:
@@ -225,6 +275,10 @@ class Scenario:
         """
         slowest = max(w.step_seconds for w in self.workers)
         return self.total_speed / (sum(w.batch_size for w in self.workers) / slowest)
+
+
+def _name(given: Any, argument: str) -> str:
+    return str(given) if isinstance(given, (str, int)) else policy(given, argument).name
 
 
 def _from_zero(value: float) -> bool:
