@@ -206,6 +206,7 @@ def trained(consistency="bsp", callbacks=(), epochs=3, poison=False, validate=Fa
         "history": {name: [float(v) for v in values] for name, values in history.history.items()},
         "up": sum(w["bytes_up"] for w in rows),
         "down": sum(w["bytes_down"] for w in rows),
+        "answers": [sum(w[name] for w in rows) for name in ("steps", "syncs")],
         "coding": dict(ps.summary.coding) if ps.summary else {},
         "table": str(ps.summary),
     }
@@ -292,9 +293,13 @@ def test_logs_and_summary_tell_what_is_saved_and_what_is_lost(three):
         assert min(history["hps/push_error"]) <= coding["push_error"] <= max(history["hps/push_error"])
         assert "8 bits up, 8 bits down: 1/3.1 and 1/3.1 of float32's bytes; error" in worker["bsp 8 8"]["table"]
         assert worker["bsp 32 32"]["coding"] == {} and "bits up" not in worker["bsp 32 32"]["table"]
-        # Forced syncs are in float32.
         asynchronous = worker["wasp:5 8 8"]["coding"]
-        assert 1 < asynchronous["compression_down"] < asynchronous["compression_up"]
+        assert asynchronous["compression_up"] == pytest.approx(wanted)
+        # Each push has one answer; those of forced syncs are in float32.
+        answers, synced = worker["wasp:5 8 8"]["answers"]
+        assert 0 < synced < answers
+        sent = (answers - synced) / wanted + synced
+        assert asynchronous["compression_down"] == pytest.approx(answers / sent, rel=0.01)
         assert "hps/pull_error" in worker["wasp:5 8 8"]["history"]
 
 
