@@ -204,7 +204,7 @@ class Agreements:
             logger.warning(
                 "%s: without overlap=True no gradient of BSP is late, so there is nothing to compensate", model
             )
-        self._books.follows(model)
+        self._books.follows(model, self._coordinator.overlap)
         coded = [tensor for g in self.groups for tensor in coded_tensors(g.layout)]
         self._books.begin_updates([g.version for g in self.groups], sum(g.layout.nbytes for g in self.groups), coded)
         self._set_widths(values[chief]["bits"])

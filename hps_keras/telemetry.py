@@ -41,7 +41,8 @@ class Summary:
               the waiting at the ends of epochs left out
             - ``compute_seconds``: time in Keras's step and between steps (data, callbacks), on the worker's clock, the
               first step left out
-            - ``waiting_seconds``: time from its pushes to their answers, on the server's clock, the first left out
+            - ``waiting_seconds``: time from its pushes to their answers, on the server's clock, the first left out; for a
+              push that travels while the next step computes, the time that the worker then still waits, on its clock
             - ``sync_seconds``, ``syncs``: the part of it in forced syncs, and their number
             - ``epoch_wait_seconds``: time at the ends of epochs until the last worker had ended its own
             - ``mean_staleness``, ``max_staleness``, ``staleness``: updates between the parameters that a gradient was
@@ -234,14 +235,16 @@ class Books:
         self._first_versions: list[int] = []
         self._bytes, self._busy, self._pushes, self._epochs = 0, 0.0, 0, 0
         self._notes: dict[str, str] = {}
-        self._model = self._coordinator.consistency
+        self._model, self._overlap = self._coordinator.consistency, False
         self._widths, self._coded = (32, 32), False
         self._groups: list[str] = []
         self._told, self._fidelity = Fidelity(), Fidelity()  # the epochs that have ended, and the present one
 
-    def follows(self, model: Consistency) -> None:
-        """The consistency model that the user asked for."""
-        self._model = model
+    def follows(self, model: Consistency, overlap: bool) -> None:
+        """The consistency model that the user asked for, and whether steps compute while pushes travel."""
+        self._model, self._overlap = model, overlap
+        if overlap:
+            self.note("overlap", "overlap: pushes travel while the next step computes, on parameters one answer older")
 
     def begin_updates(self, versions: Sequence[int], nbytes: int, coded: Sequence[Tensor] = ()) -> None:
         """The optimizers of this `fit` are known.
@@ -289,7 +292,7 @@ class Books:
         self._epochs += 1
         rows = [row(n, *both) for n, both in enumerate(zip(now, self._epoch))]
         self._epoch = now
-        logs = epoch_logs(rows, isinstance(self._model, BSP))
+        logs = epoch_logs(rows, isinstance(self._model, BSP) and not self._overlap)
         push, pull = self._widths
         ended = self._end_fidelity(coding, pulled)
         if self._coded:
