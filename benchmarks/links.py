@@ -38,8 +38,8 @@ AGENT = """\
 #!/bin/sh
 while :; do case "$1" in -l|-o|-p|-i|-F) shift 2 ;; -*) shift ;; *) break ;; esac; done
 host=$1; shift
-exec nsenter --net={namespaces}/"$host" unshare --uts --mount sh -c '
-hostname "$0"; mount --bind {names} /etc/hosts; cd {folder}; exec sh -c "$*"' "$host" "$@"
+exec nsenter --net={namespaces}/"$host" unshare --uts --mount sh -ec '
+hostname "$0"; mount --bind "$1" /etc/hosts; cd "$2"; shift 2; exec sh -c "$*"' "$host" {names} {folder} "$@"
 """
 
 
