@@ -31,7 +31,10 @@ print(socket.gethostname(), comm.size, comm.Split_type(MPI.COMM_TYPE_SHARED).siz
 
 
 @pytest.fixture
-def hosts():
+def hosts(tmp_path, monkeypatch):
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     try:
         with links.Links(2, "200mbit") as made:
             yield made
