@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Training:
         passes: Over the training images.
         parts: Epochs of a pass.
         warm_up: Epochs in which the rate rises.
+        clipnorm: To which gradients are cut (global_clipnorm of the optimizer), or None.
         seeds: Runs of each row.
     """
 
@@ -65,18 +66,19 @@ class Training:
     passes: int
     parts: int
     warm_up: int
+    clipnorm: float | None
     seeds: int
 
     def job(self, quick: bool) -> dict[str, Any]:
         """What linked_worker.py is told of it."""
         epochs = self.parts * (1 if quick else self.passes)
-        names = ("model", "batch_size", "rate", "parts", "warm_up")
+        names = ("model", "batch_size", "rate", "parts", "warm_up", "clipnorm")
         samples = {"samples": 10_000 if quick else 55_000, "held_out": 1000 if quick else 5000}
         return {name: getattr(self, name) for name in names} | {"epochs": epochs} | samples
 
 
-LENET = Training("lenet", batch_size=32, rate=0.05, passes=5, parts=4, warm_up=0, seeds=3)
-WIDE = Training("wide", batch_size=128, rate=0.05, passes=2, parts=4, warm_up=1, seeds=1)
+LENET = Training("lenet", batch_size=32, rate=0.05, passes=5, parts=4, warm_up=0, clipnorm=None, seeds=3)
+WIDE = Training("wide", batch_size=96, rate=0.05, passes=2, parts=4, warm_up=1, clipnorm=1.0, seeds=1)
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,18 @@ def adaptive(training: Training, policy: str) -> Row:
     return Row(f"{training.model} {policy.partition(':')[0]}", training, policy)
 
 
+def overlapped(row: Row) -> Row:
+    """The same row with pushes that travel while the next step computes."""
+    return replace(row, name=f"{row.name} overlap", options=row.options | {"overlap": True})
+
+
 ROWS = [
     *(fixed(LENET, bits) for bits in (32, 8, 4, 2, 1)),
     adaptive(LENET, "plateau:4:8"),
     adaptive(LENET, "descending:8:4"),
     fixed(WIDE, 32),
     adaptive(WIDE, "plateau:4:8"),
+    overlapped(adaptive(WIDE, "plateau:4:8")),
     *(fixed(training, bits, fast=True) for training in (LENET, WIDE) for bits in (32, 8)),
 ]
 QUICK = ("lenet 32", "lenet 4", "lenet plateau")

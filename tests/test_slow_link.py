@@ -139,6 +139,14 @@ def test_runs_are_interleaved_and_each_is_done_once():
     assert max(seed for row, seed in usual if row.training is slow_link.WIDE) == slow_link.WIDE.seeds
 
 
+def test_a_row_with_overlap_differs_in_nothing_else():
+    plain, with_overlap = (
+        next(r for r in slow_link.ROWS if r.name == f"wide plateau{end}") for end in ("", " overlap")
+    )
+    assert with_overlap.base == plain.base == "wide 32"
+    assert with_overlap.job(False) == plain.job(False) | {"options": {"overlap": True}}
+
+
 def run_of(*notes, samples=100):
     names = ("seconds", "megabytes_up", "megabytes_down", "accuracy", "push_bits")
     history = [dict(zip(names, note)) for note in notes]
