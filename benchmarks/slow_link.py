@@ -160,10 +160,8 @@ def measure(row: Row, seed: int, arguments: argparse.Namespace, links: Links | N
     """Trains once."""
     script = str(Path(__file__).with_name("linked_worker.py"))
     with tempfile.TemporaryDirectory() as folder:
-        path, result = Path(folder, "job.json"), Path(folder, "result.json")
-        path.write_text(
-            json.dumps(row.job(arguments.quick) | {"seed": seed, "data": arguments.data, "result": str(result)})
-        )
+        path, result, job = Path(folder, "job.json"), Path(folder, "result.json"), row.job(arguments.quick)
+        path.write_text(json.dumps(job | {"seed": seed, "data": arguments.data, "result": str(result)}))
         environ = {**os.environ, **ENVIRONMENT}
         if links is None:
             launch = [sys.executable, "-m", "hps_keras.launch", "-np", str(WORKERS + 1)]
@@ -174,7 +172,7 @@ def measure(row: Row, seed: int, arguments: argparse.Namespace, links: Links | N
             crossed = difference(links.bytes(), before)
         if done.returncode:
             sys.exit(f"{row.name} failed with exit code {done.returncode}:\n{done.stdout}")
-        return json.loads(result.read_text()) | {"links": crossed}
+        return json.loads(result.read_text()) | {"links": crossed, "job": job}
 
 
 def difference(now: dict[str, Traffic], before: dict[str, Traffic]) -> list[list[int]]:
@@ -182,8 +180,24 @@ def difference(now: dict[str, Traffic], before: dict[str, Traffic]) -> list[list
     return [[a - b for a, b in zip(now[host], before[host])] for host in now]
 
 
+def refuse_other_settings(rows: Sequence[Row], arguments: argparse.Namespace, results: Results) -> None:
+    """Ends the program where a result is of a row that has changed since: it is not comparable with new ones."""
+    for name, done in results.entries.items():
+        row = next((row for row in rows if row.name == name.rpartition("/")[0]), None)
+        if row is None or "job" not in done:
+            continue
+        now = row.job(arguments.quick)
+        changed = [each for each in sorted(now.keys() | done["job"].keys()) if now.get(each) != done["job"].get(each)]
+        if changed:
+            sys.exit(
+                f"{results.path}: {name} was measured with {changed[0]}={done['job'].get(changed[0])!r}, and the row "
+                f"has {now.get(changed[0])!r} now: remove that entry, or name another file with --results"
+            )
+
+
 def complete(rows: Sequence[Row], arguments: argparse.Namespace, results: Results) -> None:
     """Runs what is missing."""
+    refuse_other_settings(rows, arguments, results)
     missing = [(row, seed) for row, seed in plan(rows, arguments.seeds) if key(row, seed) not in results.entries]
     with contextlib.ExitStack() as stack:
         slow = any(not row.fast for row, _ in missing)
