@@ -109,7 +109,7 @@ class Row:
     def job(self, quick: bool) -> dict[str, Any]:
         """What linked_worker.py is told of it."""
         job = self.training.job(quick) | {"policy": self.policy, "options": self.options}
-        return job | {"consistency": self.consistency} | ({"epochs": 2} if self.fast else {})
+        return job | {"consistency": self.consistency} | ({"epochs": 2, "warm_up": 1} if self.fast else {})
 
 
 def fixed(training: Training, bits: int, fast: bool = False) -> Row:

@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import links  # noqa: E402 - after the path to it
 import slow_link  # noqa: E402
 
+pytestmark = pytest.mark.timeout(600)
+
 TINY = """
 import sys
 from mpi4py import MPI
@@ -164,6 +166,12 @@ def test_runs_are_interleaved_and_each_is_done_once():
     assert max(seed for row, seed in usual if row.training is slow_link.WIDE) == slow_link.WIDE.seeds
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_row_has_epochs_left_after_its_warm_up(quick):
+    for row in slow_link.ROWS:
+        assert row.job(quick)["warm_up"] < row.job(quick)["epochs"], row.name
+
+
 def test_a_row_with_overlap_differs_in_nothing_else():
     plain, with_overlap = (
         next(r for r in slow_link.ROWS if r.name == f"wide plateau{end}") for end in ("", " overlap")
@@ -219,6 +227,7 @@ def test_table_compares_with_32_bits_of_the_same_seeds(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.mpi
 def test_short_run(tmp_path, monkeypatch):
     """Both a row over memory and, where there can be hosts, one over links; what is there is not run again."""
     random = np.random.default_rng(1)
