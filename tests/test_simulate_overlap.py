@@ -27,7 +27,7 @@ class Witness(NoArithmetic):
 
     def __init__(self):
         self.told, self.version, self.lost, self.late = False, 0, set(), 0
-        self.held, self.before, self.common = {}, {}, {}
+        self.held, self.before, self.common, self.last = {}, {}, {}, {}
         self.leases = []
 
     def overlap(self):
@@ -42,6 +42,7 @@ class Witness(NoArithmetic):
         assert push.version >= self.common.get(push.worker, 0), "stale after a forced sync or an epoch's end"
         assert lease is None or lease.samples == push.samples
         self.late += push.version != held
+        self.last[push.worker] = push
         self.leases[-1].append(lease)
 
     def update(self, decision):
@@ -58,6 +59,7 @@ class Witness(NoArithmetic):
 
     def epoch_end(self, epoch, now):
         assert {v for worker, v in self.held.items() if worker not in self.lost} == {self.version}
+        assert not any(push.travels for worker, push in self.last.items() if worker not in self.lost)
 
 
 def crew(speeds=SPEEDS, jitter=0.0, step=0.05, **more):
