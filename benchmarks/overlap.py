@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -58,7 +57,7 @@ class Moments:
         def noted_exchange(pushes: Any, *arguments: Any) -> None:
             began, travelling = time.perf_counter(), len(self.exchanging)
             exchange(pushes, *arguments)
-            if not pushes.overlap:
+            if not pushes._training.overlap:
                 self.exchanging.insert(travelling, (began, time.perf_counter()))
 
         def noted_travel(link: Any, errand: Any) -> Any:
@@ -182,7 +181,7 @@ def accuracy_on_a_rank(arguments: argparse.Namespace) -> None:
 
 def run_ranks(name: str, arguments: argparse.Namespace, file: Path) -> Any:
     """Starts this script on ranks, and reads what the chief has written."""
-    from links import Links
+    from links import Links, run
 
     program = [sys.executable, os.path.abspath(__file__), "--rank", name, "--rank-writes", str(file)]
     if arguments.data:
@@ -193,9 +192,7 @@ def run_ranks(name: str, arguments: argparse.Namespace, file: Path) -> Any:
             done = links.run(program, environ, timeout=600)
     else:
         command = [sys.executable, "-m", "hps_keras.launch", "-np", "5", *program]
-        done = subprocess.run(
-            command, env=environ, timeout=3000, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        done = run(command, environ, timeout=3000)
     if done.returncode or not file.is_file():
         sys.exit(f"the ranks ended with exit code {done.returncode}:\n{done.stdout}")
     print(done.stdout, end="")

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hps_keras.layout import ParameterLayout, aligned_zeros
+from hps_keras.precision import EXACT
 from hps_keras.quantization import Codec, coded_tensors
 
-EXACT = 32
 WHOLE = 16  # from here on parameters are sent as they are, not as differences
 
 

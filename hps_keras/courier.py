@@ -34,3 +34,8 @@ class Courier:
         future: Future[Any] = Future()
         self._errands.put((future, errand))
         return future
+
+    @property
+    def here(self) -> bool:
+        """Whether the courier's own thread asks."""
+        return threading.current_thread() is self._thread

@@ -11,6 +11,9 @@ from typing import Any
 from hps_keras.consistency import Consistency
 from hps_keras.scheduling import Lease
 
+FIRST_WAIT = 2
+"""First steps of a `fit` whose pushes wait for their answers in any case: they compile, and take unlike times."""
+
 
 @dataclass(frozen=True)
 class Push:

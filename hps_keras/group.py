@@ -10,10 +10,11 @@ import numpy as np
 from keras import ops
 
 from hps_keras import backends
-from hps_keras.coding import EXACT, GradientCoder, Room, take_parameters
+from hps_keras.coding import GradientCoder, Room, take_parameters
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
 from hps_keras.pieces import Pieces
+from hps_keras.precision import EXACT
 from hps_keras.stash import applied_since
 
 logger = logging.getLogger("hps_keras")

@@ -24,17 +24,14 @@ class Link:
         self._courier: Courier | None = None
         self._travelling: Future[Any] | None = None
 
-    def travel(self, errand: Callable[[Callable[..., Any]], Any]) -> Future[Any]:
-        """Lets an errand speak to the server while this thread goes on.
-
-        Args:
-            errand: Called with :meth:`request`, in another thread. One travels at a time.
+    def travel(self, errand: Callable[[], Any]) -> Future[Any]:
+        """Lets an errand speak to the server, by :meth:`request`, while this thread goes on. One travels at a time.
 
         Returns:
             What will hold its result, or the error that it ended with.
         """
         self._courier = self._courier or Courier()
-        self._travelling = self._courier.send(lambda: errand(self._request))
+        self._travelling = self._courier.send(errand)
         return self._travelling
 
     def request(
@@ -44,7 +41,7 @@ class Link:
         payload: Sequence[np.ndarray] = (),
         into: Sequence[np.ndarray] | Callable[[Header], Sequence[np.ndarray]] | None = None,
     ) -> tuple[Header, Any, np.ndarray | None]:
-        """Sends a request and waits for its answer.
+        """Sends a request and waits for its answer; first, unless this is an errand, for the one that travels.
 
         Args:
             header: The request's head.
@@ -58,18 +55,9 @@ class Link:
         Raises:
             ExchangeTimeout: The server has said nothing for HPS_TIMEOUT seconds, not even that it waits for others.
         """
-        if self._travelling is not None:  # two threads would take each other's answers
-            wait([self._travelling])
+        if self._courier is not None and self._travelling is not None and not self._courier.here:
+            wait([self._travelling])  # two threads would take each other's answers
             self._travelling = None
-        return self._request(header, body, payload, into)
-
-    def _request(
-        self,
-        header: Header,
-        body: Any = None,
-        payload: Sequence[np.ndarray] = (),
-        into: Sequence[np.ndarray] | Callable[[Header], Sequence[np.ndarray]] | None = None,
-    ) -> tuple[Header, Any, np.ndarray | None]:
         sending = self._wire.post(self.server, header, body, payload)
         answer, text = self._answer(header)
         fresh = None

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from hps_keras.errors import ConfigurationError
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
+EXACT = 32  # float32, uncoded
 MODES = ("min", "max")
 _RISING = ("acc", "auc", "precision", "recall", "f1", "fbeta", "r2", "iou", "fmeasure", "dice")
 

@@ -23,21 +23,18 @@ from typing import Any
 import numpy as np
 
 from hps_keras import backends
-from hps_keras.coding import EXACT
+from hps_keras.decisions import FIRST_WAIT
 from hps_keras.errors import HpsError
 from hps_keras.group import Group
 from hps_keras.link import Link
+from hps_keras.precision import EXACT
 from hps_keras.scheduling import Lease
 from hps_keras.training import Training
 from hps_keras.wire import Flag, Header, Kind
 
 logger = logging.getLogger("hps_keras")
 
-Request = Callable[..., Any]  # Link.request, or its like
 Came = tuple[Header, Sequence[int] | None]  # an answer, and the versions of the groups whose parameters it brought
-
-FIRST_WAIT = 2
-"""First steps of a `fit` that wait for their answers in any case: they compile, and take unlike times."""
 
 
 class Pushes:
@@ -50,7 +47,6 @@ class Pushes:
 
     Attributes:
         bits: Widths of gradients and of parameters, the same on all workers.
-        overlap: Whether pushes travel while the next step computes.
         wait: Whether the next push waits all the same, as before a checkpoint.
         synchronous: Whether the consistency model is.
         stop_asked: Whether somebody wants to end the training.
@@ -61,8 +57,7 @@ class Pushes:
     def __init__(self, link: Link, training: Training, rank: int) -> None:
         self._link, self._training, self._rank = link, training, rank
         self.bits = (EXACT, EXACT)
-        self.overlap = self.wait = False
-        self.synchronous = True
+        self.wait, self.synchronous = False, True
         self.stop_asked = self.epoch_over = False
         self.bad = 0
         self._steps = 0
@@ -73,7 +68,7 @@ class Pushes:
 
     def begin_pass(self, ahead: bool) -> None:
         """A pass begins. `ahead` says whether the second batch of it was lent as well."""
-        self.epoch_over, self._no_more = False, self.overlap and not ahead
+        self.epoch_over, self._no_more = False, self._training.overlap and not ahead
 
     def exchange(self, step: backends.Step, seconds: float) -> None:
         """Pushes what a step has computed.
@@ -88,22 +83,21 @@ class Pushes:
         self._steps += 1
         last = feed is not None and self._no_more and not feed.unused
         waits = self.wait or self._drain or self.stop_asked or last or self._steps <= FIRST_WAIT
-        travels = self.overlap and not waits
+        travels = self._training.overlap and not waits
         asks = feed is not None  # for the samples of a later step, with the first push
         errands = []
         for group, version in zip(groups, versions):
-            header = Header(Kind.PUSH, group=group.index, version=version, seconds=seconds)
             flags = (Flag.LEASE if asks else 0) | (Flag.TRAVELS if travels else 0)
-            push = self._push(group, step, header._replace(flags=flags))
+            push = self._push(group, step, Header(Kind.PUSH, flags, group.index, version, seconds=seconds))
             if push is None:
                 continue
             if travels:
                 errands.append((group, push, asks))
             else:
-                self._take(group, push(self._link.request), step, asks)
+                self._take(group, push(), step, asks)
             asks = False
         if errands:
-            self._travelling = self._link.travel(lambda request: [(g, push(request), a) for g, push, a in errands])
+            self._travelling = self._link.travel(lambda: [(g, push(), a) for g, push, a in errands])
         elif asks:
             self._take_lease(self._link.request(Header(Kind.LEASE))[0])
         self.epoch_over = feed is not None and self._no_more and not feed.unused
@@ -148,7 +142,7 @@ class Pushes:
         if answer.flags & Flag.STOP:
             self.stop_asked = True
 
-    def _push(self, group: Group, step: backends.Step, header: Header) -> Callable[[Request], Came] | None:
+    def _push(self, group: Group, step: backends.Step, header: Header) -> Callable[[], Came] | None:
         """Prepares the push of an optimizer's gradient.
 
         Returns:
@@ -194,8 +188,8 @@ class Pushes:
         )
         self._waited = 0.0
 
-        def push(request: Request) -> Came:
-            answer, versions, _ = request(header, body, payload, into=partial(self._memory, group))
+        def push() -> Came:
+            answer, versions, _ = self._link.request(header, body, payload, into=partial(self._memory, group))
             for fresh in self._fresh(group, answer):
                 fresh.decode(answer.bits)
             return answer, versions

@@ -16,11 +16,12 @@ import numpy as np
 
 from hps_keras.agreements import Agreements
 from hps_keras.cluster import Cluster
-from hps_keras.coding import EXACT, take_gradient
+from hps_keras.coding import take_gradient
 from hps_keras.consistency import BSP
 from hps_keras.coordinator import Coordinator
 from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Switch, Take, Update, Wait
 from hps_keras.errors import ExchangeTimeout, ProtocolError
+from hps_keras.precision import EXACT
 from hps_keras.telemetry import Books
 from hps_keras.wire import Flag, Header, Kind, Outbox
 

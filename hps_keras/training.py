@@ -31,7 +31,7 @@ class Training:
         compiles: Whether a new size of batches costs a compilation.
         timed: Whether the last step's time is typical.
         samples: Samples of the last step.
-        overlap: Whether the push before may still be on its way during a step.
+        overlap: Whether pushes travel while the next step computes.
     """
 
     def __init__(self, model: Any, rank: int) -> None:

@@ -17,12 +17,13 @@ import numpy as np
 from keras import ops
 
 from hps_keras import backends
-from hps_keras.coding import EXACT, WHOLE, ParameterCoder, Room
+from hps_keras.coding import WHOLE, ParameterCoder, Room
 from hps_keras.consistency import corrected_momentum
 from hps_keras.errors import ConfigurationError
 from hps_keras.fused import FusedUpdater, fits, keras_class
 from hps_keras.layout import ParameterLayout, aligned_zeros
 from hps_keras.optimizer import known_classes
+from hps_keras.precision import EXACT
 from hps_keras.slots import slots_of
 
 # Each element is updated from its own gradient and slots alone, so that tensors can lie end to end in one variable.
@@ -224,23 +225,28 @@ class ServerOptimizer:
         """
         if not self.compensation:
             return scale
-        if scale != 1:  # the correction is no linear function of the gradient
-            self.gradient *= np.float32(scale)
         earlier = self._earlier.get(self.coder.whose(worker))
-        self.compensate_from(earlier[1] if earlier and earlier[0] == version else self.coder.held(worker))
-        return 1.0
+        held = earlier[1] if earlier and earlier[0] == version else self.coder.held(worker)
+        return self.compensate_from(held, scale)
 
-    def compensate_from(self, held: np.ndarray) -> None:
+    def compensate_from(self, held: np.ndarray, scale: float) -> float:
         """Adds lambda g g (theta - held) to the gradient g (DC-ASGD, Zheng 2017).
 
         Args:
             held: The parameters that the gradient was computed on, flat.
+            scale: What the buffer is to be multiplied by to be the gradient.
+
+        Returns:
+            What it is still to be multiplied by.
         """
+        if scale != 1:  # the correction is no linear function of the gradient
+            self.gradient *= np.float32(scale)
         change = np.subtract(self.parameters, held, out=self.scratch)
         change *= self.gradient
         change *= self.gradient
         change *= np.float32(self.compensation)
         self.gradient += change
+        return 1.0
 
     def correct_momentum(self, workers: int, how: str) -> str | None:
         """Lowers the momentum by what asynchrony of `workers` adds, see :func:`corrected_momentum`.

@@ -8,9 +8,10 @@ import pytest
 from ranks import Said, run
 
 import hps_keras as hps
-from hps_keras.coding import EXACT, GradientCoder, ParameterCoder, take_gradient, take_parameters
+from hps_keras.coding import GradientCoder, ParameterCoder, take_gradient, take_parameters
 from hps_keras.compression import chosen_widths
 from hps_keras.layout import ParameterLayout
+from hps_keras.precision import EXACT
 from hps_keras.quantization import Codec
 
 LAYOUT = ParameterLayout.of([("kernel", (64, 40), "float32"), ("bias", (40,), "float32")])

@@ -14,9 +14,8 @@ from hps_keras.attendance import Attendance
 from hps_keras.consistency import ASP, BSP, SSP, WASP
 from hps_keras.coordinator import Coordinator
 from hps_keras.courier import Courier
-from hps_keras.decisions import Answer, Complete, Fail, Push, Update
+from hps_keras.decisions import FIRST_WAIT, Answer, Complete, Fail, Push, Update
 from hps_keras.pacing import Group, pacing
-from hps_keras.pushes import FIRST_WAIT
 
 # -- in the pure core: workers as in hps_keras.pushes, in an order that chance chooses --
 
@@ -408,7 +407,7 @@ def in_pieces():
     from hps_keras.link import Link
     from hps_keras.training import Training
 
-    plain, travel, add_up, limit = Link._request, Link.travel, Training._add_up, Training.limit
+    plain, travel, add_up, limit = Link.request, Link.travel, Training._add_up, Training.limit
     added, kept = threading.Event(), []
 
     def begin(self, errand):
@@ -426,12 +425,12 @@ def in_pieces():
         add_up(self, group, step)
         added.set()
 
-    Link._request, Link.travel, Training._add_up = request, begin, added_up
+    Link.request, Link.travel, Training._add_up = request, begin, added_up
     Training.limit = property(lambda self: 2 if self.feed is not None else 0)
     try:
         return trained("bsp", count=96, delay=0.0) | {"kept": kept}
     finally:
-        Link._request, Link.travel, Training._add_up, Training.limit = plain, travel, add_up, limit
+        Link.request, Link.travel, Training._add_up, Training.limit = plain, travel, add_up, limit
 
 
 def on_some():
@@ -561,7 +560,7 @@ def cut():
     """The wire breaks in the communicating thread of worker 1."""
     from hps_keras.link import Link
 
-    plain, calls = Link._request, Counter()
+    plain, calls = Link.request, Counter()
 
     def request(self, header, *rest, **options):
         calls[header.kind] += 1
@@ -569,7 +568,7 @@ def cut():
             raise OSError("the wire is cut")
         return plain(self, header, *rest, **options)
 
-    Link._request = request
+    Link.request = request
     assert hps.wire.Kind.PUSH == 1
     trained("wasp:50", epochs=50)
 

@@ -12,7 +12,7 @@ from ranks import run
 from hps_keras.consistency import ASP, BSP, SSP, WASP, parse
 from hps_keras.errors import ConfigurationError
 from hps_keras.shares import Resizing
-from hps_keras.simulate import Failure, Link, Scenario, Server, Worker, inputs, machines, simulate
+from hps_keras.simulate import Failure, Link, Scenario, Server, Worker, engine, inputs, simulate
 from hps_keras.simulate.cli import main
 from hps_keras.simulate.engine import NoArithmetic
 from hps_keras.simulate.traffic import message_bytes
@@ -170,7 +170,7 @@ def test_forced_syncs_still_come_and_leave_nothing_stale():
 def test_as_many_first_steps_wait_as_on_real_ranks():
     from hps_keras import pushes
 
-    assert machines.FIRST_WAIT == pushes.FIRST_WAIT
+    assert engine.FIRST_WAIT == pushes.FIRST_WAIT
 
 
 @pytest.mark.parametrize("model", [BSP(), ASP(), SSP(1), WASP(2)], ids=str)

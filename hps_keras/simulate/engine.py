@@ -24,13 +24,14 @@ from heapq import heappop, heappush
 
 from hps_keras.consistency import BSP
 from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Answer, Complete, Decision, Fail, Log, Push, Switch, Take, Update
+from hps_keras.decisions import FIRST_WAIT, Answer, Complete, Decision, Fail, Log, Push, Switch, Take, Update
 from hps_keras.errors import ConfigurationError, ProtocolError
+from hps_keras.precision import EXACT
 from hps_keras.simulate.arithmetic import Arithmetic, NoArithmetic
-from hps_keras.simulate.machines import FIRST_WAIT, Machine, Step, factors
+from hps_keras.simulate.machines import Machine, Step, factors
 from hps_keras.simulate.report import Report
 from hps_keras.simulate.scenario import Scenario, finish_time, speed_profile
-from hps_keras.simulate.traffic import EXACT, Message, Traffic
+from hps_keras.simulate.traffic import Message, Traffic
 from hps_keras.simulate.widths import Widths
 
 __all__ = ["Arithmetic", "NoArithmetic", "Simulation", "simulate"]

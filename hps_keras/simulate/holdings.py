@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hps_keras.coding import EXACT, GradientCoder, take_gradient
+from hps_keras.coding import GradientCoder, take_gradient
 from hps_keras.layout import aligned_zeros
+from hps_keras.precision import EXACT
 from hps_keras.update import ServerOptimizer
 
 

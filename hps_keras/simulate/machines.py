@@ -12,9 +12,6 @@ import numpy as np
 from hps_keras.scheduling import Lease
 from hps_keras.simulate.report import WAITS
 
-FIRST_WAIT = 2
-"""First steps whose pushes wait for their answers in any case, as in :mod:`hps_keras.pushes`, which loads Keras."""
-
 _BLOCK = 64  # jitter factors that are drawn at once
 
 

@@ -243,10 +243,7 @@ class Numeric:
         server, first, scale = self._server, decision.pushes[0], decision.scale
         if server.compensation and first.version < decision.version - 1:
             with np.errstate(over="ignore", invalid="ignore"):
-                if scale != 1:  # the correction is no linear function of the gradient
-                    server.gradient *= np.float32(scale)
-                    scale = 1.0
-                server.compensate_from(self._holdings.of(first.worker, first.version))
+                scale = server.compensate_from(self._holdings.of(first.worker, first.version), scale)
         self._holdings.release()
         server.update(scale, decision.rate, self._gradient.present)
         server.version = decision.version

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hps_keras.precision import EXACT
 from hps_keras.simulate.scenario import BYTES_PER_PARAMETER, Scenario
 
-EXACT = 32
 BUCKET = 512
 """Elements that share a scale; as in the kernels, whose module loads numba."""
 
