@@ -109,8 +109,8 @@ class Agreements:
     def _entered(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
         if self.listens:
             raise ProtocolError(
-                f"all workers have entered fit, but the parameter server's script waits in {self.listens!r}, which they "
-                "have not called: let it take the same way as theirs"
+                f"all workers have entered fit, but the parameter server's script waits in {self.listens!r}, which "
+                "they have not called: let it take the same way as theirs"
             )
         self.served = True
         self._books.begin_fit()

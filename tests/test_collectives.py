@@ -242,7 +242,7 @@ def of_objects():
 
     variables = [
         keras.Variable(np.full((2, 2), hps.rank() + 3.0, "float32")),
-        keras.Variable(hps.rank(), dtype="int32"),
+        keras.Variable(hps.rank(), dtype="int32", trainable=False),
     ]
     hps.broadcast_variables(variables, root_rank=0)
     return {
@@ -300,7 +300,9 @@ def in_callbacks():
     import keras
 
     class Talks(keras.callbacks.Callback):
-        said: list = []
+        def __init__(self):
+            super().__init__()
+            self.said = []
 
         def on_train_begin(self, logs=None):
             self.said.append(float(hps.broadcast(10.0 + hps.rank(), 1)))
