@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hps_keras import cluster, wire
+from hps_keras import backends, cluster, wire
 from hps_keras.compression import Compression, Compressor
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
@@ -199,6 +199,7 @@ def _collect(
     operation: str, array: np.ndarray, label: str | None, process_set: Any, options: dict[str, Any]
 ) -> np.ndarray:
     """Brings an array to the server and returns what this worker gets of the result."""
+    _check_running(operation)
     here, among = cluster.current(), members(process_set)
     name = gather_name(operation, among, _label(label))
     value = described(array) | options
@@ -220,6 +221,7 @@ def _broadcast(
     rows: Sequence[Any] | None = None,
 ) -> np.ndarray:
     """Returns the root's array, which is `array` itself on the root."""
+    _check_running(operation)
     here, among = cluster.current(), members(process_set)
     possible = range(len(here.workers)) if among is None else among
     if isinstance(root_rank, bool) or not isinstance(root_rank, (int, np.integer)) or root_rank not in possible:
@@ -261,6 +263,14 @@ def _in_fit() -> bool:
 
 
 # -- arguments --
+
+
+def _check_running(operation: str) -> None:
+    if "keras" in sys.modules and backends.compiling():
+        raise ConfigurationError(
+            f"{operation} in a compiled function would run once, while it is traced: call it in plain Python, in a "
+            "callback for example, or compile with run_eagerly=True"
+        )
 
 
 def _label(name: Any) -> str | None:
@@ -364,10 +374,4 @@ def _tensor(array: np.ndarray) -> Any:
     """A tensor of Keras's back end, or the array itself where the back end does not hold its dtype."""
     import keras
 
-    if keras.backend.backend() == "jax":
-        import jax
-
-        if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-            return array
-    tensor = keras.ops.convert_to_tensor(array)
-    return tensor if keras.backend.standardize_dtype(tensor.dtype) == array.dtype.name else array
+    return keras.ops.convert_to_tensor(array) if backends.holds(array.dtype) else array

@@ -191,6 +191,17 @@ def test_bad_arguments_are_named(alone, call, words):
         assert word in str(error.value)
 
 
+def test_compiled_functions_are_refused(alone):
+    import keras
+    import tensorflow as tf
+
+    with pytest.raises(ConfigurationError, match="plain Python"):
+        hps.allreduce(keras.Input((3,)))
+    for value in (1.0, tf.constant(1.0)):  # a number has a value while the function is traced, and at no other time
+        with pytest.raises(ConfigurationError, match="plain Python"):
+            tf.function(lambda given=value: hps.allreduce(given), autograph=False)()
+
+
 def test_one_process_alone_gets_its_own(alone):
     assert float(hps.allreduce(2.5)) == 2.5
     assert float(hps.allreduce(2.0, op=hps.Sum, postscale_factor=3.0)) == 6
@@ -237,6 +248,36 @@ def of_every_kind():
     }
 
 
+def in_a_compiled_function():
+    """Traced as the back end at hand traces: JAX knows no tf.function."""
+    import keras
+
+    if keras.backend.backend() == "torch":  # every step of Keras runs in Python there
+        return "plain Python"
+    from hps_keras import backends
+
+    said = []
+
+    def step(x):
+        said.append(backends.compiling())
+        try:
+            hps.broadcast_object(1)
+        except ConfigurationError as error:
+            said.append(str(error))
+        return x
+
+    if keras.backend.backend() == "jax":
+        import jax
+
+        jax.jit(step)(1.0)
+    else:
+        import tensorflow as tf
+
+        tf.function(step)(tf.constant(1.0))
+    assert said[0] and not backends.compiling()
+    return said[1]
+
+
 def of_objects():
     import keras
 
@@ -269,7 +310,11 @@ def where_it_stands():
 @pytest.mark.timeout(300)
 def test_all_ranks_get_the_same(backend):
     """Two workers and a server whose script calls the same: reductions return its own input, broadcasts the root's."""
-    ended = ranks.run([of_every_kind, of_objects, in_process_sets, where_it_stands], 3, env={"KERAS_BACKEND": backend})
+    ended = ranks.run(
+        [of_every_kind, of_objects, in_process_sets, where_it_stands, in_a_compiled_function],
+        3,
+        env={"KERAS_BACKEND": backend},
+    )
     results = ended.results["of_every_kind"]
     for rank in (0, 1):
         got = results[rank]
@@ -294,6 +339,7 @@ def test_all_ranks_get_the_same(backend):
     assert sets[0] == [True, False, 0, None, 1, 2, 10]
     assert sets[1] == sets[2] == [False, True, None, 0, 1, 2, 11]
     assert all(ended.results["where_it_stands"][rank][:2] == [0, 1] for rank in (0, 1, 2))
+    assert all("plain Python" in ended.results["in_a_compiled_function"][rank] for rank in (0, 1, 2))
 
 
 def in_callbacks():

@@ -26,7 +26,7 @@ SAME = {"NoneCompressor": hps.Compression.none, "ProcessSet object": hps.global_
 
 def listed():
     """``(module here, kind, name, text of the parameters or None, names of the members)`` of each line of the list."""
-    found, module, public = [], "", None
+    found, module, public, owner = [], "", None, None
     for line in API.splitlines():
         heading = re.match(r"## horovod\.tensorflow\.keras(\S*) __all__ = (.*)", line)
         entry = re.match(r"  (class|function|object|module)\s+(\w+)(?:\((.*)\)   \[)?", line)
