@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import hps_keras as hps
 from hps_keras.consistency import BSP
 from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Complete, Fail
+from hps_keras.decisions import Complete, Fail, Push
 from hps_keras.errors import ConfigurationError
 from hps_keras.reductions import combine, described, gather_name, members_of, pieces
 
@@ -148,6 +148,30 @@ def test_a_worker_that_has_ended_its_script_is_not_waited_for():
     c.leave(1, 0.0)
     (failure,) = [d for d in c.gather(2, gather_name("allreduce", None, "loss"), 1, {}, 0.0) if isinstance(d, Fail)]
     assert "allreduce:loss" in failure.text and "worker 1 has ended its script" in failure.text
+
+
+def test_a_worker_that_falls_silent_in_training_is_named():
+    c = coordinator(2)
+    for worker in (0, 1):
+        c.gather(worker, "enter", 1, {}, 0.0)
+    c.define([0], BSP())
+    for version in (0, 1):
+        for worker in (0, 1):
+            c.push(Push(worker, 0, version, 4, 0.1, 1.0), 1.0 + version)
+    c.gather(0, gather_name("allreduce", None, None), 1, {}, 3.0)
+    assert not [d for d in c.tick(50.0) if isinstance(d, Fail)]
+    (failure,) = [d for d in c.tick(70.0) if isinstance(d, Fail)]
+    assert failure.silent and "worker 1 fell silent" in failure.text and "workers [0]" in failure.text
+
+
+def test_a_worker_that_ends_its_epoch_instead_is_named():
+    c = coordinator(2)
+    for worker in (0, 1):
+        c.gather(worker, "enter", 1, {}, 0.0)
+    c.define([0], BSP())
+    c.gather(0, gather_name("allreduce", None, "batch"), 1, {}, 1.0)
+    (failure,) = [d for d in c.gather(1, "pause", 1, {}, 2.0) if isinstance(d, Fail)]
+    assert "worker 0 in 'user:all:allreduce:batch' number 1, worker 1 in 'pause' number 1" in failure.text
 
 
 # -- what is refused in this process alone --
