@@ -12,6 +12,7 @@ iproute2 and util-linux; :class:`Unavailable` says what is missing. Only the sta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -111,7 +112,7 @@ class Links:
 
     def on(self, host: str, command: Sequence[str]) -> list[str]:
         """The command line that runs a command on a host."""
-        return [str(self._agent), host, shlex.join(command)]
+        return [str(self._agent), host, f"exec {shlex.join(command)}"]  # so that signals reach it and no shell
 
     def run(
         self, program: Sequence[str], environ: Mapping[str, str], timeout: float
@@ -193,11 +194,15 @@ def _do(*command: str) -> str:
 
 
 def _remove(name: str) -> None:
-    """Removes a namespace, with the cards in it; processes that are still there keep it alive until they end."""
-    if (NAMESPACES / name).exists():
-        done = subprocess.run(["ip", "netns", "del", name], capture_output=True, text=True)
-        if done.returncode:
-            print(f"host {name} stays behind: {done.stderr.strip()}", file=sys.stderr)
+    """Removes a namespace, with the cards in it, after what still runs there: it would keep the namespace alive."""
+    if not (NAMESPACES / name).exists():
+        return
+    for process in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself meanwhile
+            os.kill(int(process), signal.SIGKILL)
+    done = subprocess.run(["ip", "netns", "del", name], capture_output=True, text=True)
+    if done.returncode:
+        print(f"host {name} stays behind: {done.stderr.strip()}", file=sys.stderr)
 
 
 def _exit(signum: int, frame: FrameType | None) -> None:

@@ -131,9 +131,10 @@ class Agreements:
         looks = {rank: value["looks"] for rank, value in values.items()}
         self.twins.begin(looks, lent=values[chief]["data"] is not None)
         self.groups, self._final = [], []
-        overlap = self._coordinator.overlap = all(value["overlap"] for value in values.values())
-        if overlap != values[chief]["overlap"]:
-            logger.warning("overlap=True on worker %d but not on all: all wait for their answers", chief)
+        ready = [rank for rank, value in values.items() if value["overlap"]]
+        overlap = self._coordinator.overlap = len(ready) == len(values)
+        if ready and not overlap:
+            logger.warning("overlap=True on workers %s but not on all: all wait for their answers", ready)
         body = {
             "chief": chief,
             "initial_epoch": values[chief]["initial_epoch"],

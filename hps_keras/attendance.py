@@ -32,6 +32,7 @@ class Standing:
     training_since: float = 0.0
     answered_at: float | None = None  # when the step that it computes began with an answer
     held: dict[int, Push] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)  # the last version that it was sent, by optimizer
     gather: tuple[str, int] | None = None
     statistics: WorkerStatistics = field(default_factory=WorkerStatistics)
 

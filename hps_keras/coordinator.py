@@ -121,6 +121,8 @@ class Coordinator:
         """Sets up the groups of this `fit`, one per optimizer, at the versions given, and the consistency model."""
         self.consistency = self._plan.follow(consistency)
         self._pacing = pacing(self.consistency, [Group(v, self._plan.mean) for v in versions], self._attendance)
+        for worker in self._workers:
+            worker.sent.clear()
 
     def offer(self, samples: int, batch_sizes: Mapping[int, int], adapting: BatchSizes | None = None) -> None:
         """From now on, until the next `fit`, the samples of an epoch are lent to the workers.
@@ -316,7 +318,11 @@ class Coordinator:
         worker.statistics.syncs += sync
         version = self._groups[push.group].version
         lease = self._lend(push.worker, not self.consistency.synchronous) if push.wants_lease else None
-        fresh = sync or (version != push.version and not released.drain)
+        # A gradient that has been computed meanwhile is of older parameters than the worker has by now.
+        has = max(push.version, worker.sent.get(push.group, 0))
+        fresh = sync or (version != has and not released.drain)
+        if fresh:
+            worker.sent[push.group] = version
         return Answer(push, version, fresh, self._stop, sync, lease, released.drain)
 
     # -- gathers --

@@ -12,8 +12,8 @@ from typing import Any
 class Courier:
     """Runs errands in a thread of its own, in the order given.
 
-    The thread is a daemon, which those of ``concurrent.futures`` are not: a process that fails must be able to end while
-    an errand still waits for the server.
+    The thread is a daemon, which those of ``concurrent.futures`` are not: a process that fails must be able to end
+    while an errand still waits for the server.
     """
 
     def __init__(self) -> None:

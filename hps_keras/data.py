@@ -170,9 +170,9 @@ def _at(source: Source, order: np.ndarray | None, start: int, samples: int) -> A
 class Feed:
     """The batches of one worker in one `fit`: each of samples that the server has lent to it.
 
-    One lease at a time: the next comes with the answer to the gradient of the last, so nothing may be drawn ahead. Where
-    answers travel while the next step computes, one lease more is here already. A lease that is larger than `piece`
-    becomes several batches of nearly the same size.
+    One lease at a time: the next comes with the answer to the gradient of the last, so nothing may be drawn ahead.
+    Where answers travel while the next step computes, one lease more is here already. A lease that is larger than
+    `piece` becomes several batches of nearly the same size.
 
     Args:
         dataset: Where the samples are.

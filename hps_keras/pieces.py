@@ -21,8 +21,16 @@ class Pieces:
 
     def __init__(self, layout: ParameterLayout) -> None:
         self._layout, self._sum = layout, np.zeros(0, np.float32)
+        self._room: tuple[np.ndarray, list[np.ndarray]] | None = None
         self._present: set[int] = set()
         self.samples = 0
+
+    def room(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Memory for a piece's gradient, flat, and its views, where the usual one may still be on its way."""
+        if self._room is None:
+            flat = self._layout.allocate()
+            self._room = flat, self._layout.views(flat)
+        return self._room
 
     def add(self, gradient: np.ndarray, samples: int, present: Iterable[int]) -> None:
         """Adds a piece's mean gradient.

@@ -41,8 +41,9 @@ class Summary:
               the waiting at the ends of epochs left out
             - ``compute_seconds``: time in Keras's step and between steps (data, callbacks), on the worker's clock, the
               first step left out
-            - ``waiting_seconds``: time from its pushes to their answers, on the server's clock, the first left out; for a
-              push that travels while the next step computes, the time that the worker then still waits, on its clock
+            - ``waiting_seconds``: time from its pushes to their answers, on the server's clock, the first left out;
+              for a push that travels while the next step computes, the time that the worker then still waits, on its
+              clock
             - ``sync_seconds``, ``syncs``: the part of it in forced syncs, and their number
             - ``epoch_wait_seconds``: time at the ends of epochs until the last worker had ended its own
             - ``mean_staleness``, ``max_staleness``, ``staleness``: updates between the parameters that a gradient was

@@ -31,6 +31,7 @@ class Training:
         compiles: Whether a new size of batches costs a compilation.
         timed: Whether the last step's time is typical.
         samples: Samples of the last step.
+        overlap: Whether the push before may still be on its way during a step.
     """
 
     def __init__(self, model: Any, rank: int) -> None:
@@ -42,6 +43,7 @@ class Training:
         self._compiled: set[int] = set()  # sizes of batches that the step was compiled for
         self._counts = {id(o): count(o) for o in wrapping.wrapped_in(model)}
         self.timed, self.samples = True, 0
+        self.overlap = False
 
     @property
     def limit(self) -> int:
@@ -135,8 +137,10 @@ class Training:
             )
         if not applied:
             return
-        step.gradients(group.optimizer, group.variables, stash.present, group.out_views)
-        group.pieces.add(group.out, step.samples, stash.present)
+        # What travels meanwhile is sent from `out`.
+        flat, views = group.pieces.room() if self.overlap else (group.out, group.out_views)
+        step.gradients(group.optimizer, group.variables, stash.present, views)
+        group.pieces.add(flat, step.samples, stash.present)
         # The pieces are one update: its schedule, if it has one, has not gone on yet.
         step.rewind(group.optimizer)
 

@@ -81,7 +81,7 @@ class Exchange:
         value["overlap"] = _overlaps(self.model, self.rank)
         body, _ = self.link.gather("enter", value)
         self.chief, self.server_returns, self._seed = body["chief"] == self.rank, body["returns"], body["seed"]
-        self.pushes.overlap = body["overlap"]
+        self.pushes.overlap = self.training.overlap = body["overlap"]
         self._begin_pass(body["leases"])
         # Only now: a callback may have loaded a checkpoint when training began.
         self._steps = {id(o): int(ops.convert_to_numpy(o._iterations)) for o in wrapping.wrapped_in(self.model)}

@@ -179,6 +179,20 @@ def test_after_a_forced_sync_the_next_gradients_are_not_stale():
     assert ended.sync and [p.worker for p in ended.pushes] == [0, 1]
 
 
+def test_a_round_without_a_gradient_sends_no_parameters_again():
+    """What is pushed is of older parameters than its worker has by now: few bits tell a difference, once."""
+    job = Job(BSP(), workers=2, samples=100, batch=1, seed=0)
+
+    def in_a_round(version, samples):
+        decisions = [d for rank in (0, 1) for d in job.coordinator.push(Push(rank, 0, version, samples, 0.1), 0.0)]
+        return [(d.version, d.fresh) for d in decisions if isinstance(d, Answer)]
+
+    assert in_a_round(version=0, samples=4) == [(1, True)] * 2
+    assert in_a_round(version=0, samples=4) == [(2, True)] * 2
+    assert in_a_round(version=1, samples=0) == [(2, False)] * 2
+    assert in_a_round(version=2, samples=4) == [(3, True)] * 2
+
+
 def test_an_error_of_an_errand_is_raised_where_its_result_is_asked_for():
     courier = Courier()
 
@@ -208,7 +222,7 @@ def model_of(consistency, optimizer=None, **options):
     keras.utils.set_random_seed(5 + hps.rank())
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)])
     optimizer = optimizer or keras.optimizers.SGD(0.02, momentum=0.9)
-    wrapped = hps.DistributedOptimizer(optimizer, consistency, overlap=True, **options)
+    wrapped = hps.DistributedOptimizer(optimizer, consistency, **{"overlap": True} | options)
     model.compile(wrapped, "mse", run_eagerly=keras.backend.backend() != "jax")
     return model
 
@@ -387,8 +401,47 @@ def speaking():
     return sums
 
 
+def in_pieces():
+    """Each batch in two pieces, the first of which ends before the push of the step before is sent."""
+    import threading
+
+    from hps_keras.link import Link
+    from hps_keras.training import Training
+
+    plain, travel, add_up, limit = Link._request, Link.travel, Training._add_up, Training.limit
+    added, kept = threading.Event(), []
+
+    def begin(self, errand):
+        added.clear()
+        return travel(self, errand)
+
+    def request(self, header, body=None, payload=(), into=None):
+        if payload and threading.current_thread() is not threading.main_thread():
+            before = [array.copy() for array in payload]
+            assert added.wait(120), "no piece came after a push that travels"
+            kept.append(all((a == b).all() for a, b in zip(before, payload)))
+        return plain(self, header, body, payload, into)
+
+    def added_up(self, group, step):
+        add_up(self, group, step)
+        added.set()
+
+    Link._request, Link.travel, Training._add_up = request, begin, added_up
+    Training.limit = property(lambda self: 2 if self.feed is not None else 0)
+    try:
+        return trained("bsp", count=96, delay=0.0) | {"kept": kept}
+    finally:
+        Link._request, Link.travel, Training._add_up, Training.limit = plain, travel, add_up, limit
+
+
+def on_some():
+    """Only the second worker wants its pushes to travel."""
+    return trained("bsp", overlap=hps.rank() == 1)
+
+
 CALLS = [
-    delayed, wasp, ssp, asp_with_few_bits, shares, automatic, accumulating, two_optimizers, stopping, saving, speaking
+    delayed, wasp, ssp, asp_with_few_bits, shares, automatic, accumulating, two_optimizers, stopping, saving, speaking,
+    in_pieces, on_some,
 ]  # fmt: skip
 STREAMS = ["wasp", "ssp", "shares", "automatic", "two_optimizers"]
 
@@ -409,7 +462,7 @@ def results(backend, tmp_path_factory):
     """What the functions above returned; they share one launch."""
     env = {"KERAS_BACKEND": backend, "HPS_TEST_FOLDER": str(tmp_path_factory.mktemp("saved"))}
     ended = run(CALLS, 4, env=env, timeout=600)
-    return {name: [got[rank] for rank in (0, 1, 2)] for name, got in ended.results.items()}
+    return {name: [got[rank] for rank in (0, 1, 2)] for name, got in ended.results.items()} | {"output": ended.output}
 
 
 @mpi
@@ -483,6 +536,20 @@ def test_one_who_wants_to_stop_stops_all(results):
 def test_nothing_travels_when_a_checkpoint_is_written(results):
     for travelling in results["saving"]:
         assert travelling == [False, False, True, True, False] + [True] * 4 + [False] + [True] * 2
+
+
+@mpi
+def test_what_travels_stays_as_it_is_while_a_batch_comes_in_pieces(results):
+    for rank in results["in_pieces"]:
+        assert rank["kept"] and all(rank["kept"])
+    assert results["in_pieces"][0]["weights"] == results["in_pieces"][1]["weights"]
+
+
+@mpi
+def test_where_only_some_ask_for_it_nothing_travels_and_it_is_said(results):
+    assert "overlap=True on workers [1] but not on all" in results["output"]
+    for row in results["on_some"][0]["workers"]:
+        assert set(row["staleness"]) == {"0"}
 
 
 @mpi

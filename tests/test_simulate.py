@@ -555,7 +555,7 @@ def test_flags_make_a_scenario():
             server_bandwidth="10GB/s",
             push_seconds="2ms",
             update_seconds="0.5ns/byte",
-            overlap="yes",
+            server_overlap="yes",
             slow=["0:10-20:0.5", "1:5-:0.1"],
             fail=["3@1min+10"],
             seed="7",
@@ -590,7 +590,7 @@ def test_yaml_and_flags_meet_and_flags_win(tmp_path):
     file.write_text(
         "workers: 4\nspeeds: [1, 1, 0.5, 0.25]\nstep-seconds: 50ms\njitter: 0\nsamples: 25600\nlatency: 0\n"
         "slow: ['0:10-20:0.5']\nconsistency: [asp, 'ssp:3']\nparameters: 1e6\nbandwidth: 1gbit\n"
-        "overlap: yes\n"
+        "server-overlap: yes\n"
     )
     settings = reading.merge({}, reading.from_file(str(file)), flags(consistency=["bsp"], slow=["0:0-1:1"]))
     (made,) = reading.scenarios(settings)
@@ -705,7 +705,7 @@ GOOD = {"workers": "4", "step_seconds": "50ms", "samples": "1000"}
         ({"update_seconds": "1ms/parameter"}, ["--update-seconds", "0.8ns/byte"]),
         ({"update_seconds": "-1"}, ["--update-seconds", "-1.0"]),
         ({"consistency": ["tsp"]}, ["--consistency", "'tsp'", "wasp"]),
-        ({"overlap": "maybe"}, ["--overlap", "'maybe'", "yes or no"]),
+        ({"server_overlap": "maybe"}, ["--server-overlap", "'maybe'", "yes or no"]),
         ({"slow": ["0:10:0.5"]}, ["--slow", "0:10:0.5", "0:10-20:0.5"]),
         ({"slow": ["0:20-10:0.5"]}, ["--slow", "20-10", "after"]),
         ({"slow": ["9:1-2:0.5"]}, ["--slow", "9", "0 to 3"]),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import links  # noqa: E402 - after the path to it
 import slow_link  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)
 
 TINY = """
 import sys
@@ -104,6 +107,30 @@ def test_hosts_are_gone_after_sigterm_and_those_of_the_dead_before_the_next(host
     assert (links.NAMESPACES / hosts.hosts[0]).exists()  # not those of the living
 
 
+WAITS = """
+import os, links, sys
+with links.Links(1) as made:
+    made.run([sys.argv[1]], os.environ, 600)
+"""
+
+
+def test_sigterm_ends_the_ranks_too(hosts, tmp_path):
+    script, sign = tmp_path / "wait.py", tmp_path / "sign"
+    os.mkfifo(sign)
+    script.write_text(
+        f"import os, signal\nwith open({str(sign)!r}, 'w') as f: f.write(str(os.getpid()))\nsignal.pause()"
+    )
+    path = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    with subprocess.Popen([sys.executable, "-c", WAITS, str(script)], env=path) as process:
+        rank = int(sign.read_text())  # waits for it
+        process.terminate()
+    assert process.returncode == 143
+    deadline = time.monotonic() + 60  # its parent has been killed, too, and another process must take note of its end
+    while Path(f"/proc/{rank}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{rank}").exists()
+
+
 @pytest.mark.parametrize(
     ("lacking", "message"),
     [
@@ -139,6 +166,36 @@ def test_runs_are_interleaved_and_each_is_done_once():
     assert max(seed for row, seed in usual if row.training is slow_link.WIDE) == slow_link.WIDE.seeds
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_row_has_epochs_left_after_its_warm_up(quick):
+    for row in slow_link.ROWS:
+        assert row.job(quick)["warm_up"] < row.job(quick)["epochs"], row.name
+
+
+def test_a_row_with_overlap_differs_in_nothing_else():
+    plain, with_overlap = (
+        next(r for r in slow_link.ROWS if r.name == f"wide plateau{end}") for end in ("", " overlap")
+    )
+    assert with_overlap.base == plain.base == "wide 32"
+    assert with_overlap.job(False) == plain.job(False) | {"options": {"overlap": True}}
+
+
+@pytest.mark.parametrize("change", [{"epochs": 1}, {"clipnorm": 5.0}, {"options": {"overlap": True}}, {"unknown": 1}])
+def test_results_of_other_settings_are_not_gone_on_from(tmp_path, change):
+    path, (row,) = tmp_path / "r.json", [row for row in slow_link.ROWS if row.name == "lenet 4"]
+    path.write_text(json.dumps({"lenet 4/1": {"job": row.job(False) | change}}))
+    with pytest.raises(SystemExit, match=f"lenet 4/1 was measured with {next(iter(change))}=.*--results"):
+        slow_link.main(["--rows", "lenet 4", "--seeds", "1", "--results", str(path)])
+
+
+def test_results_of_the_same_settings_are_kept(tmp_path, capsys):
+    path, (row,) = tmp_path / "r.json", [row for row in slow_link.ROWS if row.name == "lenet 32"]
+    run = run_of((2, 10, 20, 0.97), (4, 20, 40, 0.99)) | {"job": row.job(False)}
+    path.write_text(json.dumps({"lenet 32/1": run}))
+    assert slow_link.main(["--rows", "lenet 32", "--seeds", "1", "--results", str(path)]) == 0
+    assert "| lenet 32 | 1 |" in capsys.readouterr().out
+
+
 def run_of(*notes, samples=100):
     names = ("seconds", "megabytes_up", "megabytes_down", "accuracy", "push_bits")
     history = [dict(zip(names, note)) for note in notes]
@@ -170,6 +227,7 @@ def test_table_compares_with_32_bits_of_the_same_seeds(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.mpi
 def test_short_run(tmp_path, monkeypatch):
     """Both a row over memory and, where there can be hosts, one over links; what is there is not run again."""
     random = np.random.default_rng(1)

@@ -12,11 +12,14 @@ from hps_keras.scheduling import Lease
 class Arithmetic(Protocol):
     """What is computed while virtual time passes: nothing (timing), or a real model's training (numeric)."""
 
+    def overlap(self) -> None:
+        """In this run workers compute while pushes travel: on what they hold, or on what they held before that."""
+
     def rate(self, worker: int) -> float:
         """Returns the learning rate of the push that a worker sends now."""
 
     def take(self, push: Push, factor: float, first: bool, lease: Lease | None) -> None:
-        """Computes the gradient of a push, on what its worker holds, and adds `factor` times it; anew when `first`."""
+        """Computes the gradient of a push, on its version, and adds `factor` times it; anew when `first`."""
 
     def update(self, decision: Update) -> dict[str, float] | None:
         """Applies what was taken; returns what the parameters are worth now, if that was looked at."""
@@ -45,6 +48,9 @@ class Arithmetic(Protocol):
 
 class NoArithmetic:
     """Timing mode: nothing is computed."""
+
+    def overlap(self) -> None:
+        """Does nothing."""
 
     def rate(self, worker: int) -> float:
         """Returns 1, so that an update's rate is its weight."""

@@ -6,13 +6,14 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hps_keras.errors import ConfigurationError
 from hps_keras.simulate.engine import simulate
 from hps_keras.simulate.inputs import SETTINGS, Given, from_file, from_run, merge, scenarios
 from hps_keras.simulate.report import Report, plot, save, table
+from hps_keras.simulate.units import yes_or_no
 
 if TYPE_CHECKING:
     from hps_keras.simulate.scenario import Scenario
@@ -43,7 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
     for name, setting in SETTINGS.items():
         flag = "--" + name.replace("_", "-")
         action = "append" if setting.many == "list" else "store"
-        what.add_argument(flag, dest=name, action=action, metavar=setting.shown, help=setting.help)
+        alone: dict[str, Any] = {"nargs": "?", "const": "yes"} if setting.read is yes_or_no else {}
+        what.add_argument(flag, dest=name, action=action, metavar=setting.shown, help=setting.help, **alone)
     add = parser.add_argument_group("where from, where to").add_argument
     add("--file", metavar="YAML", help="a file of the settings above")
     add("--from", dest="run", metavar="JSON", help="a recorded run, written by ps.summary.save(...)")
@@ -69,12 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     file = from_file(options.file) if options.file else {}
     run = from_run(options.run) if options.run else {}
     settings = merge(run, file, flags)
-    if run and {"push_bits", "pull_bits", "policy"} & {*file, *flags}:
-        print(
-            f"{options.run}: its times hold the network at the widths that it had; other widths change bytes and "
-            "accuracy here, not times",
-            file=sys.stderr,
-        )
+    for line in _unseen(run, {*file, *flags}):
+        print(f"{options.run}: {line}", file=sys.stderr)
     numeric = None
     if options.model or options.data:
         numeric = _Training(options.model, options.data, options.evaluate_every, settings)
@@ -85,7 +83,8 @@ def main(arguments: Sequence[str]) -> int:
     for scenario in planned:
         if len(planned) > 1:
             print(
-                f"{scenario.consistency}, {len(scenario.workers)} workers, {scenario.widths} ...",
+                f"{scenario.consistency}, {len(scenario.workers)} workers, {scenario.widths}"
+                + (", overlap ..." if scenario.overlap else " ..."),
                 file=sys.stderr,
                 flush=True,
             )
@@ -96,6 +95,23 @@ def main(arguments: Sequence[str]) -> int:
     if options.plot:
         plot(reports, options.plot)
     return 0
+
+
+def _unseen(run: Mapping[str, Given], over: set[str]) -> list[str]:
+    """What the times of a recorded run do not tell of the settings that are given over it."""
+    if not run:
+        return []
+    said = []
+    if {"push_bits", "pull_bits", "policy"} & over:
+        said.append(
+            "its times hold the network at the widths that it had; other widths change bytes and accuracy here, not "
+            "times"
+        )
+    if "overlap" in run:
+        said.append("it had overlap: its times are those of computing, and an exchange that took longer is not in them")
+    elif "overlap" in over:
+        said.append("its times hold the network, so overlap changes staleness and accuracy here, not times")
+    return said
 
 
 def _target(text: str) -> tuple[str, float]:

@@ -3,13 +3,14 @@
 A heap holds what reaches the servers and when. What follows from it is decided by the real
 :class:`hps_keras.coordinator.Coordinator` with the real consistency models and leases; here is only what takes time:
 
-- A worker computes, sends its gradient over its link, and waits for the answer.
+- A worker computes, sends its gradient over its link, and waits for the answer. With `overlap` it does as
+  :mod:`hps_keras.pushes`: it computes the next step meanwhile, and waits when that is done. Answers are decoded beside.
 - The servers do one thing after another, as the real one does: receive the gradient whose turn has come, take it in,
   update when the last answers are out. Answers go out one after another, beside other work.
-- With `overlap` they also receive beside other work: the interface has a queue for each direction, and the updates have
-  one of their own.
+- With `server_overlap` they also receive beside other work: the interface has a queue for each direction, and the
+  updates have one of their own.
 - A transfer lasts as long as the slower of link and interface needs. What only the link needs more keeps nobody else
-  waiting, except that a server without `overlap` waits for the gradient that it receives.
+  waiting, except that a server without `server_overlap` waits for the gradient that it receives.
 
 Joining and leaving take no time, and neither do evaluation, callbacks and validation at the ends of epochs.
 """
@@ -17,14 +18,16 @@ Joining and leaving take no time, and neither do evaluation, callbacks and valid
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+from hps_keras.consistency import BSP
 from hps_keras.coordinator import Coordinator
 from hps_keras.decisions import Answer, Complete, Decision, Fail, Log, Push, Switch, Take, Update
 from hps_keras.errors import ConfigurationError, ProtocolError
 from hps_keras.simulate.arithmetic import Arithmetic, NoArithmetic
-from hps_keras.simulate.machines import Machine, factors
+from hps_keras.simulate.machines import FIRST_WAIT, Machine, Step, factors
 from hps_keras.simulate.report import Report
 from hps_keras.simulate.scenario import Scenario, finish_time, speed_profile
 from hps_keras.simulate.traffic import EXACT, Message, Traffic
@@ -59,7 +62,7 @@ class Simulation:
             self._machines[rank].lost_at, self._machines[rank].noticed_after = failure.at, failure.noticed_after
         self._leased = scenario.samples is not None
         server = scenario.server
-        self._overlap = server.overlap
+        self._server_overlap = server.overlap
         self._push_seconds = server.push_seconds / server.count
         self._update_seconds = server.update_seconds / server.count
         self._widths, self._traffic = Widths(scenario), Traffic(scenario, self._arithmetic.nbytes)
@@ -82,6 +85,10 @@ class Simulation:
         self._updates = self._syncs = 0
         self._weights = 0.0
         self._done = False
+        if scenario.overlap:
+            self._arithmetic.overlap()
+        elif isinstance(scenario.consistency, BSP) and scenario.consistency.compensation:
+            self._notes.append("without overlap no gradient of BSP is late, so there is nothing to compensate")
 
     def run(self) -> Report:
         """Runs to the end.
@@ -119,27 +126,52 @@ class Simulation:
     # -- workers --
 
     def _work(self, rank: int, now: float) -> None:
-        """A worker goes on at `now`: with a step, or to the end of the epoch."""
+        """A worker that waits for nothing goes on at `now`: with a step, or to the end of the epoch."""
+        self._begin(rank, now)
+        self._finish(rank, now)
+
+    def _begin(self, rank: int, now: float) -> Step | None:
+        """A worker begins its next step; None where the epoch has no more, or the worker is lost."""
         machine, worker = self._machines[rank], self._scenario.workers[rank]
         if machine.lost_at <= now:
-            self._lose(rank, now)
-            return
-        if self._leased:
-            samples = machine.lease.samples if machine.lease else 0
-        else:
-            samples = worker.batch_size if machine.steps_left else 0
+            return None
+        lease = machine.queue.popleft() if machine.queue else None
+        samples = lease.samples if lease else worker.batch_size if machine.steps_left else 0
         if not samples:
+            return None
+        machine.steps_left = max(0, machine.steps_left - 1)
+        done = finish_time(now, worker.seconds(samples) * next(machine.jitter), machine.profile)
+        machine.compute += min(done, machine.lost_at) - now
+        machine.step = Step(samples, lease, machine.version, done - now, done)
+        return machine.step
+
+    def _finish(self, rank: int, now: float) -> None:
+        """A worker ends what it has begun; `now` is when it has the answer to its last push."""
+        machine = self._machines[rank]
+        step = machine.step
+        if machine.lost_at <= now or (step and machine.lost_at < step.done):
+            # It counts as lost when its last push has been answered, for that is what it has sent.
+            self._lose(rank, max(machine.lost_at, now))
+        elif step:
+            self._push_step(rank, step, max(step.done, now))
+        else:
             self._send(rank, "pause", now)
-            return
-        seconds = worker.seconds(samples) * next(machine.jitter)
-        done = finish_time(now, seconds, machine.profile)
-        if machine.lost_at < done:
-            machine.compute += machine.lost_at - now
-            self._lose(rank, machine.lost_at)
-            return
-        machine.samples, machine.seconds = samples, done - now
-        machine.compute += done - now
-        self._send(rank, "push", done)
+
+    def _push_step(self, rank: int, step: Step, now: float) -> None:
+        """A worker pushes what it has computed; either it waits for the answer, or it begins its next step."""
+        machine = self._machines[rank]
+        machine.step, machine.sent = None, step
+        machine.pushes += 1
+        last = self._leased and machine.no_more and not machine.queue
+        waits = machine.drain or last or machine.pushes <= FIRST_WAIT
+        step.ahead, step.travels = len(machine.queue), self._scenario.overlap and not waits
+        self._send(rank, "push", now)
+        if step.travels:
+            encoding = self._push.worker[rank]
+            begun = self._begin(rank, now + encoding)
+            if begun:
+                machine.exchange += encoding
+                machine.idle_from = begun.done
 
     def _lose(self, rank: int, at: float) -> None:
         machine = self._machines[rank]
@@ -148,7 +180,7 @@ class Simulation:
 
     def _send(self, rank: int, request: str, at: float) -> None:
         machine = self._machines[rank]
-        machine.request, machine.sent_at = request, at
+        machine.request, machine.idle_from = request, at
         arrival = at + self._scenario.workers[rank].link.latency
         if request == "push":
             message = self._push
@@ -166,22 +198,14 @@ class Simulation:
     def _handle(self, at: float, ticket: int, rank: int) -> None:
         """Something reaches the servers; all before it have been handled, whenever that will be."""
         machine, coordinator = self._machines[rank], self._coordinator
-        if self._overlap and machine.request == "push":
+        if self._server_overlap and machine.request == "push":
             self._free_in = max(self._free_in, at) + self._push.transfer
             self._busy["receiving"] += self._push.transfer
             self._now = max(self._now, self._free_in)
         self._now = max(self._now, at)
         request, now = machine.request, self._now
         if request == "push":
-            machine.steps += 1
-            machine.total_samples += machine.samples
-            machine.steps_left -= 1
-            rate = self._arithmetic.rate(rank)
-            limit = self._scenario.workers[rank].limit
-            push = Push(
-                rank, 0, machine.version, machine.samples, rate, machine.seconds, wants_lease=self._leased, limit=limit
-            )
-            self._carry_out(coordinator.push(push, now))
+            self._carry_out(coordinator.push(self._announce(rank), now))
         elif request == "lost":
             machine.gone = True
             decisions = coordinator.exit(rank, now)
@@ -194,17 +218,37 @@ class Simulation:
         if machine.ticket == ticket:  # not answered, so from now on it waits for others
             machine.held_since = self._now
 
+    def _announce(self, rank: int) -> Push:
+        """What a push that has come says of itself."""
+        machine, step = self._machines[rank], self._machines[rank].sent
+        assert step is not None
+        machine.steps += 1
+        machine.total_samples += step.samples
+        return Push(
+            rank,
+            0,
+            step.version,
+            step.samples,
+            self._arithmetic.rate(rank),
+            step.seconds,
+            wants_lease=self._leased,
+            limit=self._scenario.workers[rank].limit,
+            ahead=step.ahead,
+            travels=step.travels,
+        )
+
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         ends_sync = False
         for decision in decisions:
             if isinstance(decision, Take):
-                if not self._overlap:
+                if not self._server_overlap:
                     self._spend(self._push.transfer + self._push.blocking[decision.push.worker], "receiving")
                 self._spend(self._push_seconds + self._push.server, "updating")
-                lease = self._machines[decision.push.worker].lease
+                step = self._machines[decision.push.worker].sent
+                lease = step.lease if step else None
                 self._arithmetic.take(decision.push, decision.factor, decision.first, lease)
             elif isinstance(decision, Update):
-                if not self._overlap:
+                if not self._server_overlap:
                     self._now = max(self._now, self._flushed)
                 self._spend(self._update_seconds, "updating")
                 self._update(decision)
@@ -238,13 +282,22 @@ class Simulation:
     def _answer(self, decision: Answer) -> None:
         rank = decision.push.worker
         machine = self._machines[rank]
-        machine.version, machine.lease = decision.version, decision.lease
+        step, machine.sent = machine.sent, None
+        machine.no_more = decision.lease is None
+        if decision.lease:
+            machine.queue.append(decision.lease)
+        machine.drain = not decision.sync and (decision.drain or machine.drain)
         message = None
         if decision.fresh or decision.sync:
+            machine.version = decision.version
             self._arithmetic.answer(rank, decision.sync)
             message = self._exact if decision.sync else self._encode(decision.version)
         kind = "syncs" if decision.sync else "rounds" if self._coordinator.consistency.synchronous else "bounds"
-        self._work(rank, self._reply(rank, message, kind))
+        arrival = self._reply(rank, message, kind)
+        if step and step.travels:
+            self._finish(rank, arrival)
+        else:
+            self._work(rank, arrival)
 
     def _encode(self, version: int) -> Message:
         """Takes the time for encoding an answer; in rounds, all get the same."""
@@ -264,11 +317,12 @@ class Simulation:
             self._flushed = max(self._flushed, self._free_out + message.blocking[rank])
             machine.bytes_down += message.nbytes
         arrival += link.latency
-        waited = 0.0 if machine.held_since is None else self._now - machine.held_since
-        machine.held_since = None
+        # What passes while a worker computes costs it nothing.
+        held, machine.held_since = machine.held_since, None
+        waited = 0.0 if held is None else max(0.0, self._now - max(held, machine.idle_from))
         if len(self._epochs) < self._scenario.epochs:  # what follows the last epoch is in no book
             machine.waits[waited_in] += waited
-            machine.exchange += arrival - machine.sent_at - waited
+            machine.exchange += max(0.0, arrival - machine.idle_from) - waited
         return arrival
 
     def _complete(self, done: Complete) -> None:
@@ -278,6 +332,7 @@ class Simulation:
                 sizes = {rank: w.batch_size for rank, w in enumerate(self._scenario.workers)}
                 self._coordinator.offer(self._scenario.samples, sizes, self._scenario.adapting())
         elif done.name == "declare":
+            self._coordinator.overlap = self._scenario.overlap
             self._coordinator.define([0], self._scenario.consistency)
             self._begin_epoch(done.members, [0.0] * len(done.members))
         elif done.name == "pause":
@@ -310,9 +365,12 @@ class Simulation:
         self._set_widths()
         self._arithmetic.begin_pass(self._epoch + 1)
         leases = self._coordinator.begin_pass() if self._leased else {}
+        ahead = self._coordinator.lend_ahead() if self._leased else {}
         for rank, start in zip(members, starts):
             machine = self._machines[rank]
-            machine.lease, machine.steps_left = leases.get(rank), self._scenario.workers[rank].steps or 0
+            machine.queue = deque(lent[rank] for lent in (leases, ahead) if rank in lent)
+            machine.no_more, machine.drain = rank not in ahead and self._scenario.overlap, False
+            machine.steps_left = self._scenario.workers[rank].steps or 0
             self._work(rank, start)
 
     def _end_epoch(self, members: Sequence[int], now: float) -> None:
@@ -351,7 +409,8 @@ class Simulation:
             widths=scenario.widths,
             bits=tuple(self._widths.passes),
             servers=server.count,
-            overlap=server.overlap,
+            overlap=scenario.overlap,
+            server_overlap=server.overlap,
             seconds=self._ended,
             epoch_seconds=tuple(self._epochs),
             updates=self._updates,

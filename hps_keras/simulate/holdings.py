@@ -2,7 +2,8 @@
 
 In full precision, workers that hold the same version share its memory: a run needs the parameters once for each version
 that is held, not once for each worker. Under 32 bits each worker's parameters are its own, except in BSP; the server's
-:class:`hps_keras.coding.ParameterCoder` keeps them, bit for bit as a real worker would have decoded them.
+:class:`hps_keras.coding.ParameterCoder` keeps them, bit for bit as a real worker would have decoded them. With overlap,
+what a worker held before is kept as well.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from hps_keras.update import ServerOptimizer
 
 @dataclass
 class _Version:
-    """Parameters that some workers hold."""
+    """Parameters that some workers hold, or held before."""
 
+    number: int
     parameters: np.ndarray
     holders: int = 0
 
@@ -30,14 +32,19 @@ class Holdings:
     Args:
         server: Has the present ones.
         workers: Number of workers.
+
+    Attributes:
+        keep_earlier: Whether to keep what each worker held before, on which it may still compute.
     """
 
     def __init__(self, server: ServerOptimizer, workers: int) -> None:
         self._server, self._bits = server, EXACT
-        self._shared = False
+        self._shared = self.keep_earlier = False
         self._free: list[np.ndarray] = []
         self._present: _Version | None = None
         self._held: dict[int, _Version] = {}
+        self._earlier: dict[int, _Version] = {}  # by worker, under 32 bits by whose copy it was
+        self._versions: dict[int, int] = {}  # under 32 bits: numbers of the copies
         self._alive = dict.fromkeys(range(workers))
         self.give_all()
 
@@ -46,23 +53,31 @@ class Holdings:
         """Those that are not lost."""
         return list(self._alive)
 
-    def of(self, worker: int) -> np.ndarray:
-        """What a worker holds; valid until it is given something else."""
-        return self._held[worker].parameters if self._bits == EXACT else self._server.coder.held(worker)
+    def of(self, worker: int, version: int) -> np.ndarray:
+        """What a worker holds, or held before if that is `version`; valid until it is given something else."""
+        coder = self._server.coder
+        earlier = self._earlier.get(worker if self._bits == EXACT else coder.whose(worker))
+        if earlier is not None and earlier.number == version:
+            return earlier.parameters
+        return self._held[worker].parameters if self._bits == EXACT else coder.held(worker)
 
     def give(self, worker: int, exact: bool) -> None:
         """A worker takes the present parameters: as they are, or in the width of answers."""
         server = self._server
         if self._bits == EXACT:
             self._share(worker)
-        elif exact or server.coder.encode(worker, server.parameters, server.version, True) is None:
+            return
+        self._copy_earlier(server.coder.whose(worker), worker)
+        if exact or server.coder.encode(worker, server.parameters, server.version, True) is None:
             server.coder.hold(worker, server.parameters)
 
     def give_all(self) -> None:
-        """All take the present parameters as they are."""
+        """All take the present parameters as they are, and compute on nothing else."""
         one_for_all = self._bits < EXACT and self._shared
         for worker in list(self._alive)[: 1 if one_for_all else None]:
             self.give(worker, True)
+        for worker in list(self._earlier):
+            self._forget(worker)
 
     def width(self, bits: int) -> None:
         """Answers have another width from now on; all workers hold the present parameters."""
@@ -70,8 +85,8 @@ class Holdings:
             return
         elsewhere = EXACT in (bits, self._bits)
         if elsewhere:  # is kept what workers hold
-            self._held.clear()
-            self._free.clear()
+            for kept in (self._held, self._earlier, self._versions, self._free):
+                kept.clear()
             self._present = None
             self._server.coder.begin(self._shared)
         self._bits = self._server.coder.bits = bits
@@ -80,15 +95,26 @@ class Holdings:
 
     def share(self, shared: bool) -> None:
         """All workers get the same answers, as in BSP, or each its own."""
-        self._shared = shared
-        if self._bits < EXACT:
-            self._server.coder.regroup(shared, list(self._alive))
+        before, self._shared = self._shared, shared
+        if self._bits == EXACT or before == shared:
+            return
+        coder = self._server.coder
+        one = coder.whose(next(iter(self._alive)))
+        coder.regroup(shared, list(self._alive))
+        earlier, number = self._earlier.get(one), self._versions.get(one)
+        self._earlier, self._versions = {}, {}
+        for whose in {coder.whose(worker): None for worker in self._alive}:
+            if number is not None:
+                self._versions[whose] = number
+            if earlier is not None and not shared:  # rounds begin where nobody computes on anything else
+                self._earlier[whose] = _Version(earlier.number, self._copy(earlier.parameters))
 
     def lose(self, worker: int) -> None:
         """A worker is lost."""
         del self._alive[worker]
         if self._bits == EXACT:
-            self._drop(worker)
+            self._drop(self._held.pop(worker))
+        self._forget(worker)
 
     def release(self) -> None:
         """The present parameters are about to change."""
@@ -100,19 +126,46 @@ class Holdings:
         if self._present is None:
             memory = self._free.pop() if self._free else aligned_zeros(self._server.layout.elements)
             memory[...] = self._server.parameters
-            self._present = _Version(memory)
-        if self._held.get(worker) is self._present:
+            self._present = _Version(self._server.version, memory)
+        before = self._held.get(worker)
+        if before is self._present:
             return
-        if worker in self._held:
-            self._drop(worker)
         self._held[worker] = self._present
         self._present.holders += 1
+        if self.keep_earlier:
+            self._forget(worker)
+            if before is not None:
+                self._earlier[worker] = before
+        elif before is not None:
+            self._drop(before)
 
-    def _drop(self, worker: int) -> None:
-        version = self._held.pop(worker)
+    def _drop(self, version: _Version) -> None:
         version.holders -= 1
         if not version.holders and version is not self._present:
             self._free.append(version.parameters)
+
+    def _forget(self, worker: int) -> None:
+        """Nobody computes on what a worker held before."""
+        earlier = self._earlier.pop(worker, None)
+        if earlier is not None and self._bits == EXACT:  # else the copy is its own
+            self._drop(earlier)
+
+    def _copy_earlier(self, whose: int, worker: int) -> None:
+        """Before a copy becomes the present parameters."""
+        number, now = self._versions.get(whose), self._server.version
+        if not self.keep_earlier or number == now:
+            return
+        self._versions[whose] = now
+        if number is not None:
+            before = self._earlier.get(whose)
+            memory = self._copy(self._server.coder.held(worker), before.parameters if before else None)
+            self._earlier[whose] = _Version(number, memory)
+
+    @staticmethod
+    def _copy(parameters: np.ndarray, into: np.ndarray | None = None) -> np.ndarray:
+        memory = aligned_zeros(parameters.size) if into is None else into  # aligned, as TensorFlow needs it
+        memory[...] = parameters
+        return memory
 
 
 class Gradients:

@@ -75,7 +75,8 @@ SETTINGS: Mapping[str, Setting] = {
     "server_bandwidth": Setting(rate, "one", "RATE", "of one server's interface; as the fastest link unless given"),
     "push_seconds": Setting(cost, "one", "S", "a server's time to take one gradient in, e.g. 2ms or 0.2ns/byte"),
     "update_seconds": Setting(cost, "one", "S", "a server's time for one update of the parameters, as push-seconds"),
-    "overlap": Setting(yes_or_no, "one", "YES|NO", "whether servers receive while they update; no, as the real one"),
+    "overlap": Setting(yes_or_no, "each", "YES|NO", "whether workers compute while pushes travel; no,yes: compared"),
+    "server_overlap": Setting(yes_or_no, "one", "YES|NO", "whether servers receive beside updates; no, as the real"),
     "slow": Setting(slowdown, "list", "W:A-B:F", "worker W runs at F times its speed from second A to B; can repeat"),
     "fail": Setting(failure, "list", "W@S", "worker W is lost at second S (W@S+T: noticed T later); can repeat"),
     "resize": Setting(resizing, "list", "MODE", "batch sizes by speed: no, cap, accumulate; repeat to compare"),
@@ -152,9 +153,10 @@ def from_summary(run: Mapping[str, Any], where: str) -> dict[str, Given]:
     """Fits settings to what ``Summary.save`` has written.
 
     The network is inside the recorded times, so that links cost nothing and must not be given again; nor do coders. Of
-    widths that changed in the run the largest is taken. The run's samples
-    are those of all its epochs, unless `samples` or `epochs` are given. Where batches followed the speed, each worker
-    has the batch size that the user gave it and the time that was fitted; else no part of a step's time is fixed.
+    widths that changed in the run the largest is taken. With overlap, the recorded times are those of computing alone.
+    The run's samples are those of all its epochs, unless `samples` or `epochs` are given. Where batches followed the
+    speed, each worker has the batch size that the user gave it and the time that was fitted; else no part of a step's
+    time is fixed.
 
     Args:
         run: What was written.
@@ -184,6 +186,8 @@ def from_summary(run: Mapping[str, Any], where: str) -> dict[str, Given]:
             "coding_rate": math.inf,  # the recorded times hold the coders' work
             "server_coding_rate": math.inf,
         }
+        if any(note.startswith("overlap:") for note in run.get("notes", ())):
+            fitted["overlap"] = True
         for name in ("push_bits", "pull_bits"):
             fitted[name] = max(run.get("coding", {}).get(name, [32]))
         if any(m.fixed_seconds for m in machines):
@@ -246,11 +250,12 @@ def scenarios(settings: Mapping[str, Given]) -> list[Scenario]:
     label = settings["consistency"].label if "consistency" in settings else "consistency"
     models = [parse(text, label) for text in read.get("consistency", ["bsp"])]
     modes = read.get("resize", [None])
-    runs = product(read.get("workers", [longest]), read.get("servers", [1]), models, modes, _widths(read))
+    settled = [one | {"overlap": overlap} for overlap in read.get("overlap", [False]) for one in _widths(read)]
+    runs = product(read.get("workers", [longest]), read.get("servers", [1]), models, modes, settled)
     try:
         return [
-            _scenario(settings, read, workers, servers, model, resize, widths)
-            for workers, servers, model, resize, widths in runs
+            _scenario(settings, read, workers, servers, model, resize, more)
+            for workers, servers, model, resize, more in runs
             if not _repeats(model, resize, modes)
         ]
     except ConfigurationError as error:  # say it by the name under which it was given
@@ -282,7 +287,7 @@ def _scenario(
     servers: int,
     model: Consistency,
     resize: Resizing | None,
-    widths: Mapping[str, Any],
+    more: Mapping[str, Any],
 ) -> Scenario:
     def each(name: str, default: Any) -> list[Any]:
         """The values of all workers."""
@@ -323,7 +328,7 @@ def _scenario(
             bandwidth=read.get("server_bandwidth", fastest),
             push_seconds=read.get("push_seconds", Cost()).of(nbytes),
             update_seconds=read.get("update_seconds", Cost()).of(nbytes),
-            overlap=read.get("overlap", False),
+            overlap=read.get("server_overlap", False),
             coding_rate=read.get("server_coding_rate", CODING_RATE),
         ),
         parameters=parameters,
@@ -332,7 +337,7 @@ def _scenario(
         slowdowns=tuple(read.get("slow", ())),
         failures=tuple(read.get("fail", ())),
         resizing=resize,
-        **widths,
+        **more,
         seed=read.get("seed", 0),
     )
 

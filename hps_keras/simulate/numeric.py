@@ -59,6 +59,7 @@ def train(
     policy: Any = None,
     pull_policy: Any = None,
     monitor: str = "val_accuracy",
+    overlap: bool = False,
 ) -> Report:
     """Trains a Keras model on virtual workers: real gradients, real staleness, virtual seconds.
 
@@ -83,6 +84,7 @@ def train(
         policy: Instead of both: how they follow `monitor`, as in :class:`hps_keras.callbacks.AdaptiveQuantization`.
         pull_policy: The same for answers; None: as `policy`.
         monitor: What is monitored; where there is no such value, the loss.
+        overlap: Whether workers compute the next step while their pushes travel.
 
     Returns:
         The report; ``report.history`` has the loss of each epoch and the evaluations, each with its virtual second.
@@ -125,6 +127,7 @@ def train(
         policy=policy,
         pull_policy=pull_policy,
         monitor=monitor,
+        overlap=overlap,
     )
     report = simulate(scenario, numeric)
     numeric.finish()
@@ -198,6 +201,10 @@ class Numeric:
 
     # -- what the engine asks for --
 
+    def overlap(self) -> None:
+        """Workers compute while their pushes travel, so that a gradient may be of what its worker held before."""
+        self._holdings.keep_earlier = True
+
     def rate(self, worker: int) -> float:
         """The learning rate of a worker's next push: a schedule goes by the worker's own steps."""
         return self._rates(self._first_step + self._steps[worker])
@@ -206,11 +213,10 @@ class Numeric:
         """Follows another consistency model from now on."""
         self._holdings.share(model.synchronous)
         self._asynchronous = model if isinstance(model, Asynchronous) else None
+        self._server.compensation = getattr(model, "compensation", 0.0)
         if self._asynchronous:
-            self._server.compensation = self._asynchronous.compensation
             self._correct_momentum()
         else:
-            self._server.compensation = 0.0
             self._server.correct_momentum(1, "as_given")
 
     def begin_pass(self, number: int) -> None:
@@ -219,13 +225,13 @@ class Numeric:
         self._positions.clear()
 
     def take(self, push: Push, factor: float, first: bool, lease: Lease | None) -> None:
-        """Adds `factor` times the gradient of a push, on what its worker holds, to the server's gradient.
+        """Adds `factor` times the gradient of a push, on the parameters that it names, to the server's gradient.
 
         Without a lease, the worker has a shard of its own of the shuffled samples, and begins it again at its end.
         """
         batch = self._shard(push) if lease is None else self._data.rows(self._order, *lease)
         into = self._gradients.room(first)
-        loss = self._gradient(self._holdings.of(push.worker), batch, into)
+        loss = self._gradient(self._holdings.of(push.worker, push.version), batch, into)
         self._loss, self._trained = self._loss + push.samples * loss, self._trained + push.samples
         self._steps[push.worker] += 1
         # A run may diverge: that is a result, not an error.
@@ -234,12 +240,15 @@ class Numeric:
 
     def update(self, decision: Update) -> dict[str, float] | None:
         """Updates the parameters as the parameter server does; returns an evaluation when one is due."""
-        server, first = self._server, decision.pushes[0]
+        server, first, scale = self._server, decision.pushes[0], decision.scale
         if server.compensation and first.version < decision.version - 1:
             with np.errstate(over="ignore", invalid="ignore"):
-                server.compensate_from(self._holdings.of(first.worker))
+                if scale != 1:  # the correction is no linear function of the gradient
+                    server.gradient *= np.float32(scale)
+                    scale = 1.0
+                server.compensate_from(self._holdings.of(first.worker, first.version))
         self._holdings.release()
-        server.update(decision.scale, decision.rate, self._gradient.present)
+        server.update(scale, decision.rate, self._gradient.present)
         server.version = decision.version
         return self.evaluate() if self._every and decision.version % self._every == 0 else None
 

@@ -30,7 +30,8 @@ class Report:
         widths: What decided the widths of gradients and answers: ``8/16 bits``, or the name of a policy.
         bits: These widths in each epoch.
         servers: Number of servers.
-        overlap: Whether they receive while they update.
+        overlap: Whether workers compute while their pushes travel.
+        server_overlap: Whether servers receive while they update.
         seconds: The whole run.
         epoch_seconds: Each epoch.
         updates: Updates of the parameters.
@@ -53,6 +54,7 @@ class Report:
     bits: tuple[tuple[int, int], ...]
     servers: int
     overlap: bool
+    server_overlap: bool
     seconds: float
     epoch_seconds: tuple[float, ...]
     updates: int
@@ -113,7 +115,7 @@ class Report:
     def bottleneck(self) -> tuple[str, float]:
         """What the servers do most, and for which share of the time."""
         load = self.utilisation
-        if not self.overlap:  # these two are one after the other
+        if not self.server_overlap:  # these two are one after the other
             load = {"receiving and updating": load["receiving"] + load["updating"], "sending": load["sending"]}
         return max(load.items(), key=lambda item: item[1])
 
@@ -171,11 +173,12 @@ def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _baseline(report: Report, reports: Sequence[Report]) -> Report | None:
     """The BSP run that a report is to be compared with: of the same workers and servers."""
-    for other in reports:
+
+    def fits(other: Report) -> bool:
         same = len(other.workers) == len(report.workers) and other.total_speed == report.total_speed
-        if other.consistency == "bsp" and other.resize == "no" and same and other.servers == report.servers:
-            return other
-    return None
+        return other.consistency == "bsp" and other.resize == "no" and same and other.servers == report.servers
+
+    return min(filter(fits, reports), key=lambda other: other.overlap, default=None)  # without, where there is one
 
 
 def _resized(report: Report) -> str:
@@ -187,7 +190,7 @@ def _resized(report: Report) -> str:
 
 def label(report: Report, reports: Sequence[Report]) -> str:
     """Names a report among others: its model, and its widths, workers and servers where they differ."""
-    text = report.consistency + _resized(report)
+    text = report.consistency + _resized(report) + (" + overlap" if report.overlap else "")
     if len({r.widths for r in reports}) > 1:
         text += f" {report.widths}"
     if len({len(r.workers) for r in reports}) > 1:

@@ -174,6 +174,8 @@ class Scenario:
             stay. Only in numeric mode, where there is something to monitor.
         pull_policy: The same for answers; None: as `policy`.
         monitor: What is monitored; where there is no such value, the loss.
+        overlap: Whether workers compute the next step while their pushes travel, as with
+            ``DistributedOptimizer(overlap=True)``.
 
     Raises:
         ConfigurationError: Names what cannot be, and the remedy.
@@ -194,6 +196,7 @@ class Scenario:
     policy: Any = None
     pull_policy: Any = None
     monitor: str = "val_accuracy"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         _need(len(self.workers) >= 1, "workers", len(self.workers), "give 1 or more")
@@ -214,6 +217,7 @@ class Scenario:
                 _need(good, name, event.worker, f"there are workers 0 to {len(self.workers) - 1}")
         lost = [f.worker for f in self.failures]
         _need(len(set(lost)) == len(lost), "fail", lost, "a worker is lost only once")
+        _need(isinstance(self.overlap, bool), "overlap", self.overlap, "give True or False")
         self._check_widths()
 
     def _check_widths(self) -> None:
