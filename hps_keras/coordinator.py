@@ -409,12 +409,8 @@ class Coordinator:
             return []
         what = ", ".join(f"worker {r} in {self._request(self._workers[r])}" for r in sorted(self._asking))
         gone = "".join(f", worker {r} has ended its script" for r in self._where(State.LEFT))
-        return [
-            Fail(
-                f"the workers wait for different things, none of which can happen: {what}{gone}; is the script the "
-                "same on all?"
-            )
-        ]
+        awaits = f"the workers wait for different things, none of which can happen: {what}{gone}"
+        return [Fail(f"{awaits}; is the script the same on all?")]
 
     # -- small things --
 
