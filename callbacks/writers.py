@@ -33,11 +33,12 @@ def leave_to_the_chief(owner: Any, link: Link, rank: int) -> None:
         return
     # In place: what Keras is going through is this very list.
     owner.callbacks[:] = [callback for callback, _ in mine if callback not in out]
-    if rank == 1:
+    named = sorted({type(callback).__name__ for callback in out if not getattr(callback, "chief_only", False)})
+    if rank == 1 and named:
         logger.warning(
             "%s: only the chief's runs, as all would write to the same place; give each worker a path of its own to "
             "have what each would write",
-            ", ".join(sorted({type(callback).__name__ for callback in out})),
+            ", ".join(named),
         )
 
 
