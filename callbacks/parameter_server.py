@@ -62,6 +62,7 @@ class ParameterServer(keras.callbacks.Callback):
         self._validated = 0.0
         self._bars: list[Any] = []
         self._progress = 0.0
+        self._unset: list[Any] = []  # callbacks that get their model when it is agreed who writes
 
     @property
     def last_step_seconds(self) -> float:
@@ -122,6 +123,9 @@ class ParameterServer(keras.callbacks.Callback):
         here.busy = "fit"
         if "callbacks" in fit:
             leave_to_the_chief(fit["callbacks"], link(here), here.rank)
+            for callback in self._unset:
+                if callback in fit["callbacks"].callbacks:
+                    callback.set_model(self.model)
         exchange = self._exchange = worker.Exchange(link(here), self.model, here.rank)
         self._paused = False
         given = fit.get("x") if elastic is None else getattr(elastic.source, "arrays", None)
@@ -316,11 +320,26 @@ def bring_server(callback: Any) -> ParameterServer:
     for other in owner.callbacks:
         if isinstance(other, ParameterServer):
             return other
-    brought = ParameterServer()
-    owner.callbacks = [brought, *owner.callbacks]  # not in place: Keras is going through the list
+    brought, listed = ParameterServer(), owner.callbacks
+    owner.callbacks = [brought, *listed]  # not in place: Keras is going through the list
     brought.set_model(callback._model)  # as `model`, but leaves JAX's state alone
     brought.set_params(getattr(owner, "params", None))
+    brought._unset = []  # those that Keras has not come to, of its own list
+    _postpone(brought, listed, callback)
     return brought
+
+
+def _postpone(server: ParameterServer, listed: list[Any], present: Any) -> None:
+    """Keeps Keras, which has come to `present` in a list, from giving what writes at once a model.
+
+    TensorBoard writes the graph into a file then, before the workers have agreed who is to write.
+    """
+    if cluster.is_server() or not cluster.rank() or not data.running_fit():
+        return
+    for place in range(listed.index(present) + 1, len(listed)):
+        if isinstance(listed[place], keras.callbacks.TensorBoard):
+            server._unset.append(listed[place])
+            listed[place] = keras.callbacks.Callback()
 
 
 def _place_around(first: ParameterServer) -> None:
@@ -336,7 +355,10 @@ def _place_around(first: ParameterServer) -> None:
         )
     last = _Last(first)
     last.set_model(first.model)
+    listed = owner.callbacks
     owner.callbacks = [first, *others, last]
+    first._unset = []
+    _postpone(first, listed, first)
 
 
 def _samples_seen(model: Any) -> float:
