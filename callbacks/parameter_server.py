@@ -81,8 +81,9 @@ class ParameterServer(keras.callbacks.Callback):
     def progress(self) -> float:
         """Share of the epoch's samples that were lent before this worker's next batch, with an ElasticDataset."""
         feed = self._exchange.training.feed if self._exchange else None
-        if feed is not None and feed.next is not None and not feed.more:
-            self._progress = feed.next.start / feed.samples
+        lease = feed and (feed.next or feed.last)  # torch has drawn the batch before it begins
+        if lease and not feed.more:
+            self._progress = lease.start / feed.samples
         return self._progress
 
     @property
