@@ -134,16 +134,20 @@ def in_the_middle():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(optimizer, "mse")
     state = hps.elastic.KerasState(model, batch=0, epoch=0)
-    counts = []
+    counts, travelling = [], []
 
     class Count(hps.elastic.CommitStateCallback):
+        def on_batch_end(self, batch, logs=None):
+            travelling.append(self.server._exchange.pushes._travelling is not None)
+            super().on_batch_end(batch, logs)
+
         def commit(self):
             super().commit()
             counts.append([int(np.asarray(store["0"])) for store in self.state._slots])
 
     x, y = data(24)
     model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[Count(state, 4)])
-    return {"counts": counts, "finite": all(bool(np.isfinite(w).all()) for w in state._weights)}
+    return {"counts": counts, "travelling": travelling}
 
 
 def refused():
@@ -205,8 +209,11 @@ class TestOnTwoWorkers:
 
     def test_commits_in_an_epoch(self, two):
         one, other = both(two, "in_the_middle")
-        assert len(one["counts"]) == len(other["counts"]) == 3 and one["finite"] and other["finite"]
+        assert len(one["counts"]) == len(other["counts"]) == 3
         assert all(len(found) == 1 and found[0] > 0 for found in one["counts"]) and other["counts"] == [[]] * 3
+        for seen in (one, other):
+            assert len(seen["travelling"]) == 12 and not any(seen["travelling"][3::4]), "weights without their slots"
+            assert any(seen["travelling"]), "no push ever travelled: the test is blind"
 
     def test_restore_in_fit_is_refused(self, two):
         for told in both(two, "refused"):
