@@ -13,6 +13,7 @@ import numpy as np
 from hps_keras import backends, cluster, data, server, worker
 from hps_keras.backends.pipeline import supply
 from hps_keras.callbacks.batch_resizer import BatchResizer
+from hps_keras.callbacks.writers import leave_to_the_chief
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.inventory import check_model
 from hps_keras.link import link
@@ -60,6 +61,8 @@ class ParameterServer(keras.callbacks.Callback):
         self._paused = False
         self._validated = 0.0
         self._bars: list[Any] = []
+        self._progress = 0.0
+        self._unset: list[Any] = []  # callbacks that get their model when it is agreed who writes
 
     @property
     def last_step_seconds(self) -> float:
@@ -73,6 +76,21 @@ class ParameterServer(keras.callbacks.Callback):
         if not exchange or not exchange.training.feed:
             return 0
         return int(exchange.training.feed.handed) or exchange.last_samples  # in a step, or after it
+
+    @property
+    def progress(self) -> float:
+        """Share of the epoch's samples that were lent before this worker's next batch, with an ElasticDataset."""
+        feed = self._exchange.training.feed if self._exchange else None
+        lease = feed and (feed.next or feed.last)  # torch has drawn the batch before it begins
+        if lease and not feed.more:
+            self._progress = lease.start / feed.samples
+        return self._progress
+
+    @property
+    def steps(self) -> float | None:
+        """About how many steps an epoch has on this worker; None when that is not known."""
+        feed = self._exchange.training.feed if self._exchange else None
+        return feed.samples / (feed.batch_size * cluster.size()) if feed else (self.params or {}).get("steps")
 
     # -- hooks --
 
@@ -104,6 +122,11 @@ class ParameterServer(keras.callbacks.Callback):
             )
         check_model(self.model)
         here.busy = "fit"
+        if "callbacks" in fit:
+            leave_to_the_chief(fit["callbacks"], link(here), here.rank)
+            for callback in self._unset:
+                if callback in fit["callbacks"].callbacks:
+                    callback.set_model(self.model)
         exchange = self._exchange = worker.Exchange(link(here), self.model, here.rank)
         self._paused = False
         given = fit.get("x") if elastic is None else getattr(elastic.source, "arrays", None)
@@ -157,7 +180,7 @@ class ParameterServer(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forgets the last epoch's validation and length."""
-        self._validated = 0.0
+        self._validated = self._progress = 0.0
         for bar in self._bars:
             bar.target = None
 
@@ -236,13 +259,17 @@ def _resizer(fit: Mapping[str, Any], elastic: data.ElasticDataset | None) -> Bat
 
 
 def _saves_in_epochs(callback: Any) -> bool:
-    """Whether a callback of Keras saves the model after so many batches, and not at epochs' ends alone."""
+    """Whether a callback saves the model after so many batches, and not at epochs' ends alone."""
     kinds = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
-    return isinstance(callback, kinds) and isinstance(callback.save_freq, int) and bool(callback.save_freq)
+    if isinstance(callback, kinds):
+        return isinstance(callback.save_freq, int) and bool(callback.save_freq)
+    return bool(getattr(callback, "batches_per_commit", 0))  # of hps.elastic
 
 
 def _saves_next(callback: Any) -> bool:
     """Whether it saves after the next batch: then the weights must be those that belong to the server's slots."""
+    if hasattr(callback, "batches_per_commit"):
+        return bool(callback.batches_remaining <= 1)
     return bool(getattr(callback, "_batches_seen_since_last_saving", callback.save_freq) + 1 >= callback.save_freq)
 
 
@@ -268,32 +295,71 @@ class _Last(keras.callbacks.Callback):
             self.model._initial_epoch = None
 
 
-def _place_around(first: ParameterServer) -> None:
-    """Puts our callback first in the list that Keras is setting up, and its second half last.
+def enclosing_list(callback: Any) -> Any:
+    """The list that Keras is setting a callback's model in.
 
     Keras gives a callback no way to its list, but the list is the caller's caller: `CallbackList.set_model` calls ours.
+
+    Raises:
+        ConfigurationError: There is none.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, keras.callbacks.CallbackList) and first in owner.callbacks:
-            others = [c for c in owner.callbacks if c is not first and not isinstance(c, _Last)]
-            if any(isinstance(c, ParameterServer) for c in others):
-                raise ConfigurationError("callbacks hold hps.callbacks.ParameterServer twice: list it once, first")
-            if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in others):
-                raise ConfigurationError(
-                    "keras.callbacks.SwapEMAWeights needs the moving averages in this process, but they are on the "
-                    "parameter server: leave it out; with use_ema=True the weights become the averages when fit ends"
-                )
-            last = _Last(first)
-            last.set_model(first.model)
-            owner.callbacks = [first, *others, last]
-            return
+        if isinstance(owner, keras.callbacks.CallbackList) and callback in owner.callbacks:
+            return owner
         frame = frame.f_back
     raise ConfigurationError(
-        "hps.callbacks.ParameterServer does not find the keras.callbacks.CallbackList that it is in: pass it in the "
-        "callbacks list of model.fit"
+        f"hps.callbacks.{type(callback).__name__} does not find the keras.callbacks.CallbackList that it is in: pass "
+        "it in the callbacks list of model.fit"
     )
+
+
+def bring_server(callback: Any) -> ParameterServer:
+    """Returns the ParameterServer of the list that a callback of ours is in; puts one in if there is none."""
+    owner = enclosing_list(callback)
+    for other in owner.callbacks:
+        if isinstance(other, ParameterServer):
+            return other
+    brought, listed = ParameterServer(), owner.callbacks
+    owner.callbacks = [brought, *listed]  # not in place: Keras is going through the list
+    brought.set_model(callback._model)  # as `model`, but leaves JAX's state alone
+    brought.set_params(getattr(owner, "params", None))
+    brought._unset = []  # those that Keras has not come to, of its own list
+    _postpone(brought, listed, callback)
+    return brought
+
+
+def _postpone(server: ParameterServer, listed: list[Any], present: Any) -> None:
+    """Keeps Keras, which has come to `present` in a list, from giving what writes at once a model.
+
+    TensorBoard writes the graph into a file then, before the workers have agreed who is to write.
+    """
+    if cluster.is_server() or not cluster.rank() or not data.running_fit():
+        return
+    for place in range(listed.index(present) + 1, len(listed)):
+        if isinstance(listed[place], keras.callbacks.TensorBoard):
+            server._unset.append(listed[place])
+            listed[place] = keras.callbacks.Callback()
+
+
+def _place_around(first: ParameterServer) -> None:
+    """Puts our callback first in the list that Keras is setting up, and its second half last."""
+    owner = enclosing_list(first)
+    others = [c for c in owner.callbacks if c is not first and not isinstance(c, _Last)]
+    if any(isinstance(c, ParameterServer) for c in others):
+        raise ConfigurationError("callbacks hold hps.callbacks.ParameterServer twice: list it once, first")
+    if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in others):
+        raise ConfigurationError(
+            "keras.callbacks.SwapEMAWeights needs the moving averages in this process, but they are on the "
+            "parameter server: leave it out; with use_ema=True the weights become the averages when fit ends"
+        )
+    last = _Last(first)
+    last.set_model(first.model)
+    listed = owner.callbacks
+    owner.callbacks = [first, *others, last]
+    first._unset = []
+    _postpone(first, listed, first)
 
 
 def _samples_seen(model: Any) -> float:

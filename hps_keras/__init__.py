@@ -21,12 +21,43 @@ from hps_keras.cluster import (
     size,
     world_rank,
 )
+from hps_keras.collectives import (
+    Average,
+    Sum,
+    allgather,
+    allgather_object,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_variables,
+    reducescatter,
+)
 from hps_keras.compression import Compression
 from hps_keras.consistency import ASP, BSP, SSP, WASP, Auto
 from hps_keras.errors import ConfigurationError, ExchangeTimeout, HpsError, LaunchError, ProtocolError
+from hps_keras.horovod import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_version_greater_equal_than,
+    load_model,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    start_timeline,
+    stop_timeline,
+)
+from hps_keras.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 
 if TYPE_CHECKING:
-    from hps_keras import callbacks, data, resources
+    from hps_keras import callbacks, data, elastic, resources
     from hps_keras.optimizer import DistributedOptimizer
 
 __version__ = "0.1.0.dev0"
@@ -37,25 +68,56 @@ __all__ = [
     "SSP",
     "WASP",
     "Auto",
+    "Average",
     "Compression",
     "ConfigurationError",
     "DistributedOptimizer",
     "ExchangeTimeout",
     "HpsError",
     "LaunchError",
+    "ProcessSet",
     "ProtocolError",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
     "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
     "data",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_initialized",
     "is_server",
+    "is_version_greater_equal_than",
     "is_worker",
+    "load_model",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
+    "reducescatter",
+    "remove_process_set",
     "resources",
+    "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "world_rank",
 ]
 
@@ -63,7 +125,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # They need Keras, which takes seconds to import and fixes its back end then; hpsrun and hps.init() need not wait
     # for it.
-    if name in ("callbacks", "data", "resources"):
+    if name in ("callbacks", "data", "elastic", "resources"):
         return import_module(f"hps_keras.{name}")
     if name == "DistributedOptimizer":
         return import_module("hps_keras.optimizer").DistributedOptimizer

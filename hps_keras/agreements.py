@@ -22,6 +22,7 @@ from hps_keras.decisions import Complete, Switch
 from hps_keras.errors import ConfigurationError, ProtocolError
 from hps_keras.layout import ParameterLayout, aligned_zeros, shapes_difference
 from hps_keras.quantization import coded_tensors
+from hps_keras.reductions import as_array, combine, described, is_collective
 from hps_keras.shares import BatchSizes, Resizing
 from hps_keras.telemetry import Books
 from hps_keras.twins import Twins
@@ -46,6 +47,8 @@ class Agreements:
         groups: The optimizers of the present `fit`, in the workers' order.
         served: Whether a `fit` has begun since :meth:`begin_serving`.
         twins: Notices workers that train on the same data.
+        heard: What roots have broadcast since this server's script began to listen, by the collective's name.
+        listens: The collective that this server's script waits in, or None.
     """
 
     def __init__(self, cluster: Cluster, outbox: Outbox, coordinator: Coordinator, books: Books) -> None:
@@ -54,6 +57,8 @@ class Agreements:
         self._coordinator, self._books = coordinator, books
         self.groups: list[ServerOptimizer] = []
         self.twins = Twins()
+        self.heard: dict[str, list[tuple[dict[str, Any], np.ndarray]]] = {}
+        self.listens: str | None = None
         self._known: dict[str, ServerOptimizer] = {}
         self._moving = aligned_zeros(0, np.uint8)
         self._final: list[np.ndarray] = []
@@ -63,6 +68,7 @@ class Agreements:
     def begin_serving(self, returns: bool) -> None:
         """Notes whether this server's own `fit` returns after the workers' next one."""
         self._returns, self.served = returns, False
+        self.heard.clear()
 
     def complete(self, done: Complete) -> None:
         """Carries a gather out and answers its members."""
@@ -78,6 +84,8 @@ class Agreements:
         }.get(done.name)
         if handler is not None:
             handler(headers, values)
+        elif is_collective(done.name):
+            self._collected(done.name, headers, values)
         else:
             self._reply(done.members, consensus(values))
 
@@ -85,9 +93,25 @@ class Agreements:
         for rank in members:
             self._outbox.post(self._cluster.workers[rank], Header(Kind.REPLY), body, payload)
 
+    def _collected(self, name: str, headers: dict[int, Header], values: dict[int, Any]) -> None:
+        def take(rank: int) -> np.ndarray:
+            return as_array(values[rank], self._wire.bytes_of(self._cluster.workers[rank], headers[rank]))
+
+        results = combine(name, values, take)
+        root = values[min(values)].get("root_rank")
+        for rank, result in results.items():
+            self._reply([rank], described(result), [] if rank == root else [result])
+        if self.listens and root is not None:
+            self.heard.setdefault(name, []).append((values[root], results[root]))
+
     # -- the beginning of a fit --
 
     def _entered(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
+        if self.listens:
+            raise ProtocolError(
+                f"all workers have entered fit, but the parameter server's script waits in {self.listens!r}, which "
+                "they have not called: let it take the same way as theirs"
+            )
         self.served = True
         self._books.begin_fit()
         chief = min(values)

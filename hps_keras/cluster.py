@@ -119,6 +119,8 @@ class Cluster:
         server: A parameter server's :class:`hps_keras.server.Server`, once it serves.
         busy: What the process is in the middle of ("fit"), or None: an exit then is a failure.
         memory_sharers: How many workers of this machine take from each of this process's pools of memory.
+        nodes: The workers of each machine that has some, as world ranks; machines in the order of their first rank.
+        process_sets: The numbers of the process sets in use, by the workers in them.
     """
 
     comm: Any
@@ -132,6 +134,8 @@ class Cluster:
     link: Any = None
     server: Any = None
     memory_sharers: Mapping[str, int] = field(default_factory=dict)
+    nodes: tuple[tuple[int, ...], ...] = ((0,),)
+    process_sets: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     @property
     def is_server(self) -> bool:
@@ -179,6 +183,7 @@ def init(
     server_device: str | None = None,
     timeout: float | None = None,
     polling: str | None = None,
+    process_sets: Any = None,
 ) -> None:
     """Joins MPI and decides the roles; call it first, on every rank. A second call does nothing.
 
@@ -188,6 +193,8 @@ def init(
         server_device: ``"gpu"`` lets a parameter server see its machine's GPUs; they are hidden from it otherwise.
         timeout: Seconds after which a silent rank has failed, 600 by default.
         polling: ``"sleep"`` or ``"spin"``: how a rank waits.
+        process_sets: Process sets to add at once, see :func:`hps_keras.add_process_set`. Horovod's ``"dynamic"`` is
+            taken too: sets can always be added later.
 
     Raises:
         ConfigurationError: A setting cannot work.
@@ -205,8 +212,13 @@ def init(
     _process = os.getpid()
     MPI = _load_mpi()
     _check_launch(MPI.COMM_WORLD.size, MPI)
-    if comm is None:
+    if comm is None or (isinstance(comm, Sequence) and not comm):
         comm = MPI.COMM_WORLD
+    elif isinstance(comm, Sequence):
+        raise ConfigurationError(
+            f"comm={comm!r}: give an mpi4py communicator, here MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl("
+            f"{list(comm)})), and call init on these ranks only"
+        )
     elif comm == MPI.COMM_NULL:
         raise ConfigurationError(
             "comm is COMM_NULL: this process is not in the communicator; call init on its members only"
@@ -228,6 +240,7 @@ def init(
         logger.warning(
             "one process alone: training is plain Keras on this process (start several with hpsrun -np 4 ...)"
         )
+        _add_sets(process_sets)
         atexit.register(_at_exit)
         return
     own = comm.Dup()
@@ -240,6 +253,8 @@ def init(
     sharers = [len(cpus & views[r][2]) / max(len(views[r][2]), 1) for r in node]
     workers = tuple(r for r in range(own.size) if r not in servers)
     cluster = Cluster(own, own.rank, servers, workers, tuple(r for r in node if r in workers), settings)
+    groups = [tuple(r for r in node if r in workers) for node in sorted(set(own.allgather(node)))]
+    cluster.nodes = tuple(group for group in groups if group)
     cluster.memory_sharers = Counter(pool for r in cluster.node_workers for pool in views[r][3])
     crowded = sum(sharers) > len(cpus)
     cluster.wire = Wire(own, Patience(settings.polling == "spin", crowded), settings.timeout, cluster.name)
@@ -248,7 +263,17 @@ def init(
     backends.set_threads(max(1, int(available_cpus() / max(1.0, sum(1 for s in sharers if s > 0)))))
     _cluster = cluster
     _end_together(cluster.name(own.rank))
+    _add_sets(process_sets)
     atexit.register(_at_exit)
+
+
+def _add_sets(process_sets: Any) -> None:
+    if process_sets is None or process_sets == "dynamic":
+        return
+    from hps_keras.process_sets import add_process_set
+
+    for process_set in process_sets:
+        add_process_set(process_set)
 
 
 def shutdown() -> None:

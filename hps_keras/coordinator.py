@@ -30,6 +30,7 @@ from hps_keras.consistency import Consistency
 from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Switch, Update, Wait
 from hps_keras.pacing import Flow, Group, Pacing, Released, Rounds, pacing
 from hps_keras.planning import Fitted, Plan
+from hps_keras.reductions import is_collective, members_of
 from hps_keras.scheduling import Lease
 from hps_keras.shares import BatchSizes
 
@@ -329,6 +330,8 @@ class Coordinator:
     def _required(self, name: str, respondents: Iterable[int]) -> set[int]:
         if name in ("weights", "declare"):
             return set(self._attendance.training)
+        if is_collective(name):
+            return members_of(name, len(self._workers))
         inside = set(self.in_fit)
         if not inside & set(respondents):  # outside fit, or about to enter one
             return {r for r, w in enumerate(self._workers) if w.state is not State.LEFT}
@@ -337,7 +340,7 @@ class Coordinator:
     def _could_be_complete(self, name: str, given: int) -> bool:
         """Whether as many have contributed as it takes at least; spares a look at all workers at every event."""
         training, inside = self._numbers[State.TRAINING], self._numbers[State.TRAINING] + self._numbers[State.PAUSED]
-        return given >= (training if name in ("weights", "declare") else inside)
+        return is_collective(name) or given >= (training if name in ("weights", "declare") else inside)
 
     def _settle(self, now: float) -> list[Decision]:
         """Follows up on everything that the last event may have completed."""
@@ -405,12 +408,9 @@ class Coordinator:
         if not alive or len(self._asking) < alive:
             return []
         what = ", ".join(f"worker {r} in {self._request(self._workers[r])}" for r in sorted(self._asking))
-        return [
-            Fail(
-                f"the workers wait for different things, none of which can happen: {what}; is the script the same on "
-                "all?"
-            )
-        ]
+        gone = "".join(f", worker {r} has ended its script" for r in self._where(State.LEFT))
+        awaits = f"the workers wait for different things, none of which can happen: {what}{gone}"
+        return [Fail(f"{awaits}; is the script the same on all?")]
 
     # -- small things --
 

@@ -241,6 +241,11 @@ class Feed:
         return bool(self._parts)
 
     @property
+    def last(self) -> Lease | None:
+        """The samples of the batch that was handed out last, None once more were lent."""
+        return self._last
+
+    @property
     def handed(self) -> int:
         """Samples of the batch that was handed out last, 0 when it cannot be handed out again."""
         return self._last.samples if self._last else 0

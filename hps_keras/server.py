@@ -22,6 +22,7 @@ from hps_keras.coordinator import Coordinator
 from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Switch, Take, Update, Wait
 from hps_keras.errors import ExchangeTimeout, ProtocolError
 from hps_keras.precision import EXACT
+from hps_keras.reductions import is_collective
 from hps_keras.telemetry import Books
 from hps_keras.wire import Flag, Header, Kind, Outbox
 
@@ -96,17 +97,43 @@ class Server:
         """Writes the workers' final weights into this process's own model (a server that returns)."""
         self._agreements.into_model(model)
 
+    def listen(self, name: str) -> tuple[dict[str, Any], np.ndarray]:
+        """Serves, in the script, until the workers have held their next broadcast of a name.
+
+        The script does not return to its own work before, so it hears each broadcast that the workers hold.
+
+        Returns:
+            What the root said of its array, and the array.
+
+        Raises:
+            ProtocolError: The workers enter `fit` or end their scripts without one.
+        """
+        heard = self._agreements.heard.setdefault(name, [])
+        self._agreements.listens = name
+        self._loop(lambda: bool(heard) or self._coordinator.all_left, self._handle)
+        self._agreements.listens = None
+        if not heard:
+            raise ProtocolError(
+                f"the parameter server's script waits in {name!r}, which no worker has called before all ended their "
+                "scripts: let it take the same way as theirs"
+            )
+        return heard.pop(0)
+
     def _only_leave(self, source: int, header: Header) -> None:
-        if header.kind not in (Kind.LEAVE, Kind.EXIT):
+        body = self._wire.body(source, header)
+        collective = header.kind == Kind.GATHER and is_collective(body["name"])
+        if not collective and header.kind not in (Kind.LEAVE, Kind.EXIT):
             raise ProtocolError(
                 f"{self._cluster.name(source)} wants to train, but this parameter server's script has ended: let it "
                 "reach the same model.fit(..., callbacks=[hps.callbacks.ParameterServer(), ...]) as the workers"
             )
-        self._handle(source, header)
+        self._act(source, header, body)
 
     def _handle(self, source: int, header: Header) -> None:
+        self._act(source, header, self._wire.body(source, header))
+
+    def _act(self, source: int, header: Header, body: Any) -> None:
         worker, now = self._rank[source], time.monotonic()
-        body = self._wire.body(source, header)
         if header.kind == Kind.PUSH:
             self._headers[worker, header.group] = header
             if header.payload:
@@ -263,6 +290,12 @@ def _present(pushes: Sequence[Push]) -> list[int] | None:
     """The tensors for which one of the pushes has a gradient, None when that is all of them."""
     masks = [p.present for p in pushes]
     return None if any(m is None for m in masks) else sorted({i for m in masks for i in m or ()})
+
+
+def listen(cluster: Cluster, name: str) -> tuple[dict[str, Any], np.ndarray]:
+    """Hears the workers' next broadcast of a name, in a script that has not come to its `fit` yet."""
+    server = cluster.server = cluster.server or Server(cluster)
+    return server.listen(name)
 
 
 def see_off(cluster: Cluster) -> None:

@@ -335,6 +335,16 @@ def gradient_function(model: Any, layout: ParameterLayout) -> GradientFunction:
     return _own().BackendGradientFunction(model, layout)
 
 
+def compiling() -> bool:
+    """Says whether the back end is tracing a compiled function now, so that plain Python runs once and never again."""
+    return bool(_own().compiling())
+
+
+def holds(dtype: np.dtype) -> bool:
+    """Says whether a tensor of the back end can have a dtype; JAX without 64 bits narrows what has them."""
+    return bool(_own().holds(dtype))
+
+
 def named(variable: Any) -> Any:
     """Returns what Keras looks at when it excludes from weight decay by name."""
     return _own().named(variable)

@@ -224,3 +224,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     """XLA's errors have a status by name in their text, and no class of their own for each."""
     text = str(error)
     return isinstance(error, RuntimeError) and ("RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower())
+
+
+def compiling() -> bool:
+    """See :func:`hps_keras.backends.compiling`."""
+    return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
+def holds(dtype: Any) -> bool:
+    """See :func:`hps_keras.backends.holds`."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)

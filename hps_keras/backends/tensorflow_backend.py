@@ -238,3 +238,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         isinstance(error, (RuntimeError, tf.errors.OpError))
         and ("RESOURCE_EXHAUSTED" in str(error) or "OOM when allocating" in str(error))
     )
+
+
+def compiling() -> bool:
+    """See :func:`hps_keras.backends.compiling`."""
+    return bool(tf.inside_function())
+
+
+def holds(dtype: Any) -> bool:
+    """See :func:`hps_keras.backends.holds`."""
+    try:
+        tf.as_dtype(dtype)
+    except TypeError:
+        return False
+    return True

@@ -111,3 +111,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("allocate memory" in text or "out of memory" in text.lower())
     )
+
+
+def compiling() -> bool:
+    """See :func:`hps_keras.backends.compiling`."""
+    return bool(torch.compiler.is_compiling())
+
+
+def holds(dtype: Any) -> bool:
+    """See :func:`hps_keras.backends.holds`."""
+    return isinstance(getattr(torch, dtype.name, None), torch.dtype)

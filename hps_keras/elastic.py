@@ -1,0 +1,291 @@
+"""Horovod's elastic surface: a state that can be committed, synchronised and restored.
+
+Hosts do not come and go here: a job begins and ends with the same ranks, and a failure ends it. So :func:`run` calls
+its function once, no reset callback is called by this package, and :meth:`KerasState.check_host_updates` finds nothing.
+What stays is what such scripts do with their state themselves: all workers begin with the chief's, commits keep a copy
+in memory, and :meth:`KerasState.restore` brings it back. Batches that follow each worker's speed are elsewhere
+(:class:`hps_keras.callbacks.BatchResizer`), and so is going on after a failure (``keras.callbacks.BackupAndRestore``).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from hps_keras import cluster
+from hps_keras.callbacks.carrier import Carrier
+from hps_keras.collectives import broadcast_object, broadcast_variables
+from hps_keras.errors import ConfigurationError
+from hps_keras.hints import say_once
+from hps_keras.optimizer import inside
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "TensorFlowKerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
+
+
+class TensorFlowKerasState:
+    """A model, its optimizer and further values of a script, committed and restored together.
+
+    Args:
+        model: A built Keras model.
+        optimizer: Its optimizer; None takes the one that the model was compiled with.
+        backend: Taken for Horovod's sake.
+        kwargs: The further values; each becomes an attribute: ``KerasState(model, epoch=0).epoch``.
+
+    Attributes:
+        model: The model.
+        optimizer: The optimizer, or None.
+
+    Raises:
+        ConfigurationError: The model is not built, or a value has the name of a method.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ConfigurationError(
+                f"model={getattr(model, 'name', model)!r} of {type(self).__name__} is not built, so there are no "
+                "weights to keep: call model.build(input_shape) first, or give it a keras.Input"
+            )
+        for name in kwargs:
+            if hasattr(type(self), name):
+                raise ConfigurationError(f"{name}= of {type(self).__name__} is the name of a method: choose another")
+        self.model, self.optimizer = model, optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        self._names = tuple(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        for part in _parts(self.optimizer):
+            if not part.built:  # so that what is kept now can be restored after training
+                part.build(model.trainable_variables)
+        self.save()
+
+    def save(self) -> None:
+        """Keeps a copy of everything, in this process's memory; the chief's with the optimizer's slots."""
+        _attach(self.model)
+        self._values = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+        self._weights = [np.array(ops.convert_to_numpy(v)) for v in self.model.weights]
+        self._slots: list[dict[str, Any]] = []
+        if cluster.rank():  # all take the chief's when they restore
+            return
+        for part in _parts(self.optimizer):
+            store: dict[str, Any] = {}
+            part.save_own_variables(store)
+            self._slots.append({name: np.array(value) for name, value in store.items()})
+
+    def commit(self) -> None:
+        """Keeps a copy of everything, as :meth:`save`."""
+        self.save()
+        self.check_host_updates()
+
+    def restore(self) -> None:
+        """Brings back what was committed last: the chief's, on all workers. All must call it, outside `fit`.
+
+        The optimizer's slots come back when the next `fit` begins.
+
+        Raises:
+            ConfigurationError: In a `fit`, where the server holds weights and slots.
+        """
+        if cluster.current().busy:
+            raise ConfigurationError(
+                "restore() in a callback: while fit runs the server holds weights and slots; call it after fit, or "
+                "use keras.callbacks.EarlyStopping(restore_best_weights=True)"
+            )
+        for variable, value in zip(self.model.weights, self._weights):
+            variable.assign(value)
+        for part, store in zip(_parts(self.optimizer), self._slots):
+            part.load_own_variables(store)
+        for name, value in self._values.items():
+            setattr(self, name, copy.deepcopy(value))
+        self._take_the_chief_s()
+
+    def sync(self) -> None:
+        """Gives all workers the chief's weights and further values, and keeps them as :meth:`save` does.
+
+        The optimizer's state needs no way of its own: its slots are on the server, where the chief's are taken when
+        `fit` begins. All must call it, outside `fit` or in the same hook of a callback.
+        """
+        self._take_the_chief_s()
+        self.save()
+
+    def _take_the_chief_s(self) -> None:
+        broadcast_variables(self.model.weights, 0)
+        for name, value in broadcast_object({name: getattr(self, name) for name in self._names}, 0).items():
+            setattr(self, name, value)
+
+    # -- what hosts that come and go would need --
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Keeps functions for :meth:`on_reset`, which nobody calls by itself here; says so once."""
+        self._reset_callbacks += callbacks
+        if self._reset_callbacks:
+            say_once(
+                "reset callbacks are called by state.on_reset() only: the number of workers stays what it was at the "
+                "job's start"
+            )
+
+    def on_reset(self) -> None:
+        """Calls :meth:`reset` and the functions that were registered."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def reset(self) -> None:
+        """Does nothing; for subclasses."""
+
+    def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
+        """Does nothing: no host comes or goes."""
+
+    def check_host_updates(self) -> None:
+        """Does nothing: no host comes or goes."""
+
+
+class KerasState(TensorFlowKerasState):
+    """A model, its optimizer and further values of a script, committed and restored together; on any back end.
+
+    Args:
+        model: A built Keras model.
+        optimizer: Its optimizer; None takes the one that the model was compiled with.
+        kwargs: The further values; each becomes an attribute.
+
+    Raises:
+        ConfigurationError: The model is not built, or a value has the name of a method.
+
+    Example:
+        >>> state = hvd.elastic.KerasState(model, batch=0, epoch=0)   # doctest: +SKIP
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, optimizer, None, **kwargs)
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a training function: what it returns synchronises the state and calls the function, once.
+
+    Args:
+        func: Its first argument is the state.
+
+    Example:
+        >>> @hvd.elastic.run   # doctest: +SKIP
+        ... def train(state):
+        ...     state.model.fit(x, y, callbacks=[hvd.elastic.CommitStateCallback(state)])
+    """
+
+    @functools.wraps(func)
+    def once(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if not callable(getattr(state, "sync", None)):
+            raise ConfigurationError(f"state={state!r}: give the function an hps.elastic.KerasState first")
+        state.sync()
+        return func(state, *args, **kwargs)
+
+    return once
+
+
+class CommitStateCallback(Carrier):
+    """Commits a state after so many batches. Brings a ParameterServer into `fit`, as all callbacks of Horovod's do.
+
+    Each commit copies the weights, and on the chief fetches the optimizer's slots from the server.
+
+    Args:
+        state: The state.
+        batches_per_commit: 1 or more; 0 commits at the end of each epoch.
+
+    Raises:
+        ConfigurationError: Not such a number.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        whole = isinstance(batches_per_commit, int) and not isinstance(batches_per_commit, bool)
+        if not whole or batches_per_commit < 0:
+            raise ConfigurationError(
+                f"batches_per_commit={batches_per_commit!r}: give a number of batches, or 0 for the ends of epochs"
+            )
+        self.state, self.batches_per_commit = state, batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins to count."""
+        self.batches_remaining = self.batches_per_commit
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commits, if it is time to."""
+        self.batches_remaining -= 1
+        if self.batches_remaining == 0:
+            self.commit()
+            self.batches_remaining = self.batches_per_commit
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commits, with ``batches_per_commit=0``."""
+        if self.batches_per_commit == 0:
+            self.commit()
+
+    def commit(self) -> None:
+        """Commits the state."""
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(Carrier):
+    """Keeps the number of the batch in ``state.batch``; 0 between epochs.
+
+    Args:
+        state: The state.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Notes the batch."""
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The next epoch begins with batch 0."""
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(Carrier):
+    """Counts the epochs of all `fit` in ``state.epoch``.
+
+    Args:
+        state: The state.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.initial_epoch = state.epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins to count where the state is."""
+        self.initial_epoch = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Counts an epoch."""
+        self.state.epoch = self.initial_epoch + epoch + 1
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """An optimizer and those in it, each of which saves what is its own; none on a server, which has no use for it."""
+    here = cluster.current()
+    if optimizer is None or here.is_server:
+        return []
+    # A plain container saves the inner ones' values itself.
+    return [optimizer] if here.alone else [optimizer, *inside(optimizer)]
+
+
+def _attach(model: Any) -> None:
+    """Gives a model its weights back, which JAX keeps elsewhere during an epoch."""
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
