@@ -53,10 +53,8 @@ $(BASE)-%: $(BASE)
 # callbacks/ stands inside hps_keras/ only once installed: mypy and import-linter see that form through links.
 $(TREE): FORCE
 	@rm -rf $@ && mkdir -p $@
-	@ln -s $(CURDIR)/hps_keras/*.py $(CURDIR)/hps_keras/py.typed $@/
-	@ln -s $(CURDIR)/hps_keras/backends $@/backends
-	@ln -s $(CURDIR)/callbacks $@/callbacks
-	@ln -s $(CURDIR)/hps_keras/simulate $@/simulate
+	@ln -s $(CURDIR)/hps_keras/* $(CURDIR)/callbacks $@/
+	@ln -sf $(CURDIR)/pyproject.toml build/tree/
 .PHONY: FORCE
 FORCE:
 
@@ -87,7 +85,7 @@ types: venv $(TREE)  ## mypy on the package
 	$(BIN)/mypy
 
 imports: venv $(TREE)  ## import-linter: the core stays pure
-	PYTHONPATH=build/tree $(BIN)/lint-imports
+	cd build/tree && $(abspath $(BIN))/lint-imports
 
 docs: $(BASE) $(BASE)-docs  ## the documentation, into docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from hps_keras.layout import ParameterLayout, aligned_zeros
-from hps_keras.quantization import Codec
+from hps_keras.quantization.codecs import Codec
 
 # GB/s and share of a copy's speed to be reached with 8 and 4 bits; half of it with 2 and 1.
 TARGETS = {"encode": (5.0, 0.25), "accumulate": (15.0, 0.6)}

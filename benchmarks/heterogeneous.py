@@ -128,8 +128,8 @@ def simulate(job: dict[str, Any]) -> dict[str, Any]:
     import keras
     from lenet import compiled, load_mnist
 
-    from hps_keras.data import ElasticDataset
-    from hps_keras.shares import Resizing
+    from hps_keras.batches.shares import Resizing
+    from hps_keras.data.dataset import ElasticDataset
     from hps_keras.simulate import Worker, train
 
     keras.utils.clear_session()

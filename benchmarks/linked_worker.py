@@ -22,7 +22,7 @@ import numpy as np
 from lenet import lenet5, load_mnist
 
 import hps_keras as hps
-from hps_keras.precision import policy as policy_of
+from hps_keras.quantization.precision import policy as policy_of
 
 
 class PartEpochs(hps.data.ElasticDataset):

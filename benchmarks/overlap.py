@@ -41,9 +41,9 @@ class Moments:
     """Notes, on a worker, when its steps computed and when its exchange was under way."""
 
     def __init__(self) -> None:
-        from hps_keras.link import Link
-        from hps_keras.pushes import Pushes
-        from hps_keras.training import Training
+        from hps_keras.worker.link import Link
+        from hps_keras.worker.pushes import Pushes
+        from hps_keras.worker.training import Training
 
         self.computing: list[tuple[float, float]] = []
         self.exchanging: list[tuple[float, float]] = []
@@ -165,7 +165,7 @@ def accuracy_on_a_rank(arguments: argparse.Namespace) -> None:
         best = max(tuned, key=lambda rate: tuned[rate])
         if not hps.is_server():
             from hps_keras import cluster
-            from hps_keras.link import link
+            from hps_keras.worker.link import link
 
             best = link(cluster.current()).agree("best", chief=best)["chief"]
         reached = [train(case, best, seed, EPOCHS, whole, test) for seed in SEEDS]

@@ -83,7 +83,7 @@ def train(run: Run, data: str | None) -> dict[str, Any]:
     import keras
     from lenet import compiled, load_mnist
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
     from hps_keras.simulate import train
 
     began = time.process_time()

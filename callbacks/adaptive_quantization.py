@@ -10,7 +10,7 @@ import keras
 
 from hps_keras import cluster
 from hps_keras.optimizer import wrapped_in
-from hps_keras.precision import Policy, Precision, resolved_mode
+from hps_keras.quantization.precision import Policy, Precision, resolved_mode
 
 logger = logging.getLogger("hps_keras")
 
@@ -24,7 +24,7 @@ class AdaptiveQuantization(keras.callbacks.Callback):
     Args:
         monitor: Name in the logs. Where it is missing (no validation data), ``"loss"`` is taken, and that is said once.
         policy: Of gradients: ``"plateau"`` (few bits at first, more when the value gains no more), ``"descending"``,
-            ``"fixed:8"``, a width, or a function of the values so far, see :mod:`hps_keras.precision`.
+            ``"fixed:8"``, a width, or a function of the values so far, see :mod:`hps_keras.quantization.precision`.
         pull_policy: Of parameters; None: as `policy`.
         mode: ``"max"``, ``"min"`` or ``"auto"``, by the name of the monitor as Keras's callbacks have it.
 

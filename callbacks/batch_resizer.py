@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from hps_keras.headroom import Headroom, checked_reserve
-from hps_keras.shares import Resizing
+from hps_keras.batches.shares import Resizing
+from hps_keras.worker.headroom import Headroom, checked_reserve
 
 
 class BatchResizer(keras.callbacks.Callback):

@@ -10,14 +10,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from hps_keras import backends, cluster, data, server, worker
+from hps_keras import backends, cluster
 from hps_keras.backends.pipeline import supply
 from hps_keras.callbacks.batch_resizer import BatchResizer
 from hps_keras.callbacks.writers import leave_to_the_chief
+from hps_keras.data.dataset import ElasticDataset, Feed, check_arguments, running_fit
+from hps_keras.data.sharding import fingerprint_of
 from hps_keras.errors import ConfigurationError, HpsError
-from hps_keras.inventory import check_model
-from hps_keras.link import link
-from hps_keras.telemetry import Summary
+from hps_keras.server.serving import serve
+from hps_keras.server.telemetry import Summary
+from hps_keras.worker.exchange import Exchange
+from hps_keras.worker.inventory import check_model
+from hps_keras.worker.link import link
 
 # Set as `model.stop_training`, it makes Keras break out of an epoch's loop after this batch, when the pass is over.
 _EPOCH_OVER = object()
@@ -41,7 +45,7 @@ class ParameterServer(keras.callbacks.Callback):
             history and the final weights in its model (which must be built).
 
     Attributes:
-        summary: After `fit`, on workers: a :class:`hps_keras.telemetry.Summary`; ``print`` it for a table.
+        summary: After `fit`, on workers: a :class:`hps_keras.server.telemetry.Summary`; ``print`` it for a table.
         last_step_seconds: Time that this worker's last training step took, without the exchange.
         batch_size: Samples of the batch that this worker trains on or trained on last, with an
             :class:`hps_keras.data.ElasticDataset`; 0 without.
@@ -57,7 +61,7 @@ class ParameterServer(keras.callbacks.Callback):
         super().__init__()
         self.return_on_server = return_on_server
         self.summary: Summary | None = None
-        self._exchange: worker.Exchange | None = None
+        self._exchange: Exchange | None = None
         self._paused = False
         self._validated = 0.0
         self._bars: list[Any] = []
@@ -81,9 +85,10 @@ class ParameterServer(keras.callbacks.Callback):
     def progress(self) -> float:
         """Share of the epoch's samples that were lent before this worker's next batch, with an ElasticDataset."""
         feed = self._exchange.training.feed if self._exchange else None
-        lease = feed and (feed.next or feed.last)  # torch has drawn the batch before it begins
-        if lease and not feed.more:
-            self._progress = lease.start / feed.samples
+        if feed and not feed.more:
+            lease = feed.next or feed.last  # torch has drawn the batch before it begins
+            if lease:
+                self._progress = lease.start / feed.samples
         return self._progress
 
     @property
@@ -108,8 +113,8 @@ class ParameterServer(keras.callbacks.Callback):
         here = cluster.current()
         if here.alone:
             return
-        fit = data.running_fit()
-        elastic = fit.get("x") if isinstance(fit.get("x"), data.ElasticDataset) else None
+        fit = running_fit()
+        elastic = fit.get("x") if isinstance(fit.get("x"), ElasticDataset) else None
         resizer = _resizer(fit, elastic)
         if elastic is not None:
             _check_elastic(fit)
@@ -127,10 +132,10 @@ class ParameterServer(keras.callbacks.Callback):
             for callback in self._unset:
                 if callback in fit["callbacks"].callbacks:
                     callback.set_model(self.model)
-        exchange = self._exchange = worker.Exchange(link(here), self.model, here.rank)
+        exchange = self._exchange = Exchange(link(here), self.model, here.rank)
         self._paused = False
         given = fit.get("x") if elastic is None else getattr(elastic.source, "arrays", None)
-        exchange.looks = data.fingerprint_of(given)
+        exchange.looks = fingerprint_of(given)
         if elastic is not None:
             self._draw_leases(elastic, fit)
             exchange.resizing = resizer.options if resizer else None
@@ -153,17 +158,17 @@ class ParameterServer(keras.callbacks.Callback):
         self.model.train_function = train_function
         self._original = original
 
-    def _draw_leases(self, elastic: data.ElasticDataset, fit: Mapping[str, Any]) -> None:
+    def _draw_leases(self, elastic: ElasticDataset, fit: Mapping[str, Any]) -> None:
         """Makes Keras train on what the server lends, until we break its loop."""
         assert self._exchange
-        self._exchange.training.feed = feed = data.Feed(elastic)
+        self._exchange.training.feed = feed = Feed(elastic)
         supply(fit["epoch_iterator"], feed, elastic.specimen)
         # How many steps an epoch will have on this worker is not known, and differs from epoch to epoch.
         self.params["steps"] = None
         self._bars = [c for c in fit["callbacks"].callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
 
     def _serve(self, here: cluster.Cluster) -> None:
-        server.serve(here, self.model, self.return_on_server)
+        serve(here, self.model, self.return_on_server)
         if not self.return_on_server:
             raise SystemExit(0)
         self.model._initial_epoch = sys.maxsize  # so that Keras runs no epoch and returns an empty history
@@ -235,7 +240,7 @@ class ParameterServer(keras.callbacks.Callback):
 
 def _check_elastic(fit: Mapping[str, Any]) -> None:
     """Refuses what cannot be with leases: an epoch is one pass of all workers."""
-    data.check_arguments(fit)
+    check_arguments(fit)
     steps = fit["epoch_iterator"].steps_per_epoch  # the argument of fit, or what keras.config allows at most
     if steps:
         raise ConfigurationError(
@@ -245,7 +250,7 @@ def _check_elastic(fit: Mapping[str, Any]) -> None:
         )
 
 
-def _resizer(fit: Mapping[str, Any], elastic: data.ElasticDataset | None) -> BatchResizer | None:
+def _resizer(fit: Mapping[str, Any], elastic: ElasticDataset | None) -> BatchResizer | None:
     """The BatchResizer among the callbacks of the running `fit`, if there is one."""
     found = [c for c in fit["callbacks"].callbacks if isinstance(c, BatchResizer)] if "callbacks" in fit else []
     if len(found) > 1:
@@ -335,7 +340,7 @@ def _postpone(server: ParameterServer, listed: list[Any], present: Any) -> None:
 
     TensorBoard writes the graph into a file then, before the workers have agreed who is to write.
     """
-    if cluster.is_server() or not cluster.rank() or not data.running_fit():
+    if cluster.is_server() or not cluster.rank() or not running_fit():
         return
     for place in range(listed.index(present) + 1, len(listed)):
         if isinstance(listed[place], keras.callbacks.TensorBoard):

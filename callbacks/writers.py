@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from hps_keras.link import Link
+from hps_keras.worker.link import Link
 
 logger = logging.getLogger("hps_keras")
 

@@ -21,7 +21,9 @@ from hps_keras.cluster import (
     size,
     world_rank,
 )
-from hps_keras.collectives import (
+from hps_keras.consistency import ASP, BSP, SSP, WASP, Auto
+from hps_keras.errors import ConfigurationError, ExchangeTimeout, HpsError, LaunchError, ProtocolError
+from hps_keras.horovod.collectives import (
     Average,
     Sum,
     allgather,
@@ -33,10 +35,7 @@ from hps_keras.collectives import (
     broadcast_variables,
     reducescatter,
 )
-from hps_keras.compression import Compression
-from hps_keras.consistency import ASP, BSP, SSP, WASP, Auto
-from hps_keras.errors import ConfigurationError, ExchangeTimeout, HpsError, LaunchError, ProtocolError
-from hps_keras.horovod import (
+from hps_keras.horovod.names import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -54,7 +53,8 @@ from hps_keras.horovod import (
     start_timeline,
     stop_timeline,
 )
-from hps_keras.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hps_keras.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hps_keras.quantization.compression import Compression
 
 if TYPE_CHECKING:
     from hps_keras import callbacks, data, elastic, resources

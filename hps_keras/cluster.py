@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 
 from hps_keras import backends
 from hps_keras.errors import ConfigurationError, LaunchError
-from hps_keras.mpi import expected_world_size
+from hps_keras.launching.mpi import expected_world_size
 from hps_keras.resources import affinity, available_cpus, memory_pools
 from hps_keras.wire import Header, Kind, Patience, Wire
 
@@ -115,8 +115,8 @@ class Cluster:
         node_workers: The workers on this machine, as world ranks.
         settings: See :class:`Settings`.
         wire: Sends and receives on `comm`.
-        link: A worker's line to the server (:class:`hps_keras.link.Link`), once it has one.
-        server: A parameter server's :class:`hps_keras.server.Server`, once it serves.
+        link: A worker's line to the server (:class:`hps_keras.worker.link.Link`), once it has one.
+        server: A parameter server's :class:`hps_keras.server.serving.Server`, once it serves.
         busy: What the process is in the middle of ("fit"), or None: an exit then is a failure.
         memory_sharers: How many workers of this machine take from each of this process's pools of memory.
         nodes: The workers of each machine that has some, as world ranks; machines in the order of their first rank.
@@ -270,7 +270,7 @@ def init(
 def _add_sets(process_sets: Any) -> None:
     if process_sets is None or process_sets == "dynamic":
         return
-    from hps_keras.process_sets import add_process_set
+    from hps_keras.horovod.process_sets import add_process_set
 
     for process_set in process_sets:
         add_process_set(process_set)
@@ -292,7 +292,7 @@ def shutdown() -> None:
     if cluster.alone:
         return
     if cluster.is_server:
-        from hps_keras import server
+        from hps_keras.server import serving as server
 
         server.see_off(cluster)
     else:

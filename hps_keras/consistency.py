@@ -9,7 +9,7 @@ WASP       As ASP, gradients weighted by staleness, and every k steps all meet a
 auto       BSP with batches by speed, or WASP: which of them these machines do more samples with; measured in the run.
 =========  ==========================================================================================================
 
-A model only holds its numbers; what they mean is decided in :mod:`hps_keras.coordinator`.
+A model only holds its numbers; what they mean is decided in :mod:`hps_keras.coordination.coordinator`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Auto(Consistency):
     """Chooses BSP or WASP by what it measures: begins with BSP, and takes WASP where that promises more samples/s.
 
     With :class:`hps_keras.data.ElasticDataset`, BSP has batches by speed. It looks again at each epoch's end and forced
-    sync, and changes only there; see :mod:`hps_keras.choosing`.
+    sync, and changes only there; see :mod:`hps_keras.coordination.choosing`.
 
     Attributes:
         wasp: What it takes where it takes WASP.

@@ -19,9 +19,9 @@ from keras import ops
 
 from hps_keras import cluster
 from hps_keras.callbacks.carrier import Carrier
-from hps_keras.collectives import broadcast_object, broadcast_variables
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
+from hps_keras.horovod.collectives import broadcast_object, broadcast_variables
 from hps_keras.optimizer import inside
 
 __all__ = [

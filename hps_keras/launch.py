@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from hps_keras.errors import ConfigurationError, HpsError, LaunchError
-from hps_keras.mpi import Implementation, belongs, find_launcher, find_library, read_launcher
-from hps_keras.supervise import run_job
+from hps_keras.launching.mpi import Implementation, belongs, find_launcher, find_library, read_launcher
+from hps_keras.launching.supervise import run_job
 
 _DESCRIPTION = """\
 Start a Keras script on several MPI ranks: the last rank becomes the parameter server, the others are workers.
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["check"]:
-            from hps_keras.check import main as check
+            from hps_keras.launching.check import main as check
 
             sys.exit(check(arguments[1:]))
         if arguments[:1] == ["simulate"]:
@@ -239,7 +239,7 @@ def resolve_program(words: Sequence[str]) -> list[str]:
     first, rest = words[0], list(words[1:])
     # As a file, not with -m: that would look for every module in the present folder first, such as for this package in
     # a clone of its repository, where the callbacks are elsewhere.
-    rank = [sys.executable, str(Path(__file__).with_name("bootstrap.py"))]
+    rank = [sys.executable, str(Path(__file__).with_name("launching") / "bootstrap.py")]
     if first == "-m":
         if not rest:
             raise ConfigurationError("argument -m: the name of a module is missing behind it")

@@ -1,9 +1,10 @@
 """DistributedOptimizer: the worker's half of a Keras optimizer, and how the server rebuilds the other half.
 
 The user's optimizer stays the same object; its class becomes a subclass made on the fly, in which *applying* gradients
-means leaving them in a stash. Nothing leaves the compiled step; :mod:`hps_keras.worker` picks the stash up between two
-steps. So ``jit_compile``, eager steps and custom ``train_step`` methods work alike. Slots (momentum, moments) live on
-the server alone and are fetched when the optimizer is saved, so that a saved file is that of the plain optimizer.
+means leaving them in a stash. Nothing leaves the compiled step; :mod:`hps_keras.worker.exchange` picks the stash up
+between two steps. So ``jit_compile``, eager steps and custom ``train_step`` methods work alike. Slots (momentum,
+moments) live on the server alone and are fetched when the optimizer is saved, so that a saved file is that of the plain
+optimizer.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from hps_keras import backends, cluster, slots, stash
-from hps_keras.compression import Compressor, chosen_widths
+from hps_keras import backends, cluster, slots
 from hps_keras.consistency import Consistency, overruled, resolve
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.layout import ParameterLayout
+from hps_keras.quantization.compression import Compressor, chosen_widths
+from hps_keras.worker import stash
 
 logger = logging.getLogger("hps_keras")
 
@@ -349,9 +351,9 @@ def describe(optimizer: Any, indices: Sequence[int], steps: int) -> dict[str, An
 
 
 def describe_plain(optimizer: Any, variables: Sequence[Any]) -> dict[str, Any]:
-    """What :class:`hps_keras.update.ServerOptimizer` is made of, of a built optimizer, wrapped or not; fit for JSON.
+    """What :class:`hps_keras.server.update.ServerOptimizer` is made of, of a built optimizer, wrapped or not.
 
-    ``layout``: its variables; ``optimizer``: the plain optimizer, serialized by Keras; ``constraints`` and ``decay``:
+    It is fit for JSON. ``layout``: its variables; ``optimizer``: the plain optimizer, serialized by Keras; ``constraints`` and ``decay``:
         per variable.
     """
     serialized = keras.optimizers.serialize(optimizer)

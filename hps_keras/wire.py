@@ -84,7 +84,7 @@ class Header(NamedTuple):
         sync_every: Push: steps per worker between forced syncs that the worker asks for; 0 for nothing, -1 for none.
         limit: Push: most samples in a batch that the worker has memory for, 0 if unknown.
         capacity: Push: samples that its memory would hold by all that is known, 0 if unknown; at least `limit`.
-        bits: Width of the payload's elements: 32 for float32, else see :mod:`hps_keras.coding`.
+        bits: Width of the payload's elements: 32 for float32, else see :mod:`hps_keras.quantization.coding`.
         ahead: Push: leases that the worker holds and has not begun.
         waited: Push: seconds that the worker has waited for the answer to a push that travelled before this one.
     """

@@ -1,4 +1,4 @@
-"""The code of hps_keras.quantization in plain numpy, as its docstring has it and with no thought of speed.
+"""The code of hps_keras.quantization.codecs in plain numpy, as its docstring has it and with no thought of speed.
 
 Every arithmetic step is written in float32 as the kernels round it, so that tests can compare all bits.
 """

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from hps_keras.consistency import SSP, WASP, Asynchronous, Consistency
-from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Take, Update, Wait
-from hps_keras.scheduling import Lease
+from hps_keras.coordination.coordinator import Coordinator
+from hps_keras.coordination.decisions import Answer, Complete, Decision, Fail, Grant, Log, Push, Take, Update, Wait
+from hps_keras.coordination.scheduling import Lease
 from hps_keras.staleness import Weight
 
 NEVER = 1e8  # a time-out that no test reaches

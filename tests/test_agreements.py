@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hps_keras.agreements import Agreements
+from hps_keras.batches.shares import Resizing
 from hps_keras.errors import ConfigurationError
-from hps_keras.shares import Resizing
+from hps_keras.server.agreements import Agreements
 
 OFFER = {"samples": 60, "shuffle": True, "order": 1, "seed": 5, "batch_size": 4, "resizing": None}
 ORDER, SIZES = "would not train on the same order", "sizes of all batches are chosen together"

@@ -66,8 +66,8 @@ class Watched:
 
         import keras
 
-        from hps_keras import pushes
         from hps_keras.wire import Flag
+        from hps_keras.worker import pushes
 
         noted = self.syncs = []
         outer = self
@@ -359,7 +359,7 @@ def server_optimizer(optimizer, start):
     from keras import Variable
 
     from hps_keras.optimizer import describe_plain
-    from hps_keras.update import ServerOptimizer
+    from hps_keras.server.update import ServerOptimizer
 
     variables = [Variable(np.zeros(3, "float32"), name="a")]
     optimizer.build(variables)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hps_keras import check
+from hps_keras.launching import check
 
 LIMIT = 55
 

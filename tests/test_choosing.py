@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hps_keras.choosing import Machine, bsp_speed, choose, round_seconds, wasp_speed
 from hps_keras.consistency import BSP, WASP, Consistency
+from hps_keras.coordination.choosing import Machine, bsp_speed, choose, round_seconds, wasp_speed
 from hps_keras.simulate import Scenario, Worker, simulate
 
 SPEEDS = {

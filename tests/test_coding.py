@@ -8,11 +8,11 @@ import pytest
 from ranks import Said, run
 
 import hps_keras as hps
-from hps_keras.coding import GradientCoder, ParameterCoder, take_gradient, take_parameters
-from hps_keras.compression import chosen_widths
 from hps_keras.layout import ParameterLayout
-from hps_keras.precision import EXACT
-from hps_keras.quantization import Codec
+from hps_keras.quantization.codecs import Codec
+from hps_keras.quantization.coding import GradientCoder, ParameterCoder, take_gradient, take_parameters
+from hps_keras.quantization.compression import chosen_widths
+from hps_keras.quantization.precision import EXACT
 
 LAYOUT = ParameterLayout.of([("kernel", (64, 40), "float32"), ("bias", (40,), "float32")])
 
@@ -182,7 +182,7 @@ def trained(consistency="bsp", callbacks=(), epochs=3, poison=False, validate=Fa
     import keras
     from models import digest
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     keras.utils.set_random_seed(1)
     layers = [keras.Input((40,)), keras.layers.Dense(64, activation="tanh"), keras.layers.Dense(3)]

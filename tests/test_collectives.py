@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 import hps_keras as hps
 from hps_keras.consistency import BSP
-from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Complete, Fail, Push
+from hps_keras.coordination.coordinator import Coordinator
+from hps_keras.coordination.decisions import Complete, Fail, Push
 from hps_keras.errors import ConfigurationError
-from hps_keras.reductions import combine, described, gather_name, members_of, pieces
+from hps_keras.horovod.reductions import combine, described, gather_name, members_of, pieces
 
 REDUCED = {"op": 0, "prescale_factor": 1.0, "postscale_factor": 1.0}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps_keras.consensus import consensus
+from hps_keras.coordination.consensus import consensus
 from hps_keras.errors import ProtocolError
 
 

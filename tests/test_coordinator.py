@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from referee import Referee, Refused
 
-from hps_keras.attendance import State
 from hps_keras.consistency import ASP, BSP
-from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Answer, Complete, Fail, Log, Push, Take, Update, Wait
+from hps_keras.coordination.attendance import State
+from hps_keras.coordination.coordinator import Coordinator
+from hps_keras.coordination.decisions import Answer, Complete, Fail, Log, Push, Take, Update, Wait
 
 
 def kinds(decisions):

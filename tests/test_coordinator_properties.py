@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from referee import NEVER, Offer, Referee, Refused
 
 from hps_keras.consistency import ASP, BSP, SSP, WASP, Consistency
-from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Decision, Fail, Push, Wait
+from hps_keras.coordination.coordinator import Coordinator
+from hps_keras.coordination.decisions import Decision, Fail, Push, Wait
 
 MODELS = [
     BSP(),

@@ -16,7 +16,7 @@ import pytest
 from ranks import run
 
 import hps_keras as hps
-from hps_keras.scheduling import Lease, Leases, permutation
+from hps_keras.coordination.scheduling import Lease, Leases, permutation
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -92,7 +92,7 @@ def batches_of(noted):
 
 def shapes():
     """Structures, dtypes and files; the batches that come of them, and what is refused."""
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     file = Path(os.environ["NOTES"], "mapped.npy")
     np.save(file, np.arange(20.0).reshape(10, 2))
@@ -132,7 +132,7 @@ def shapes():
 
 def leases_by_hand():
     """A feed takes one lease at a time, and a batch holds the positions that were lent."""
-    from hps_keras.data import ElasticDataset, Feed
+    from hps_keras.data.dataset import ElasticDataset, Feed
 
     feed = Feed(ElasticDataset(numbers(50), numbers(50), batch_size=8))
     early = error(lambda: next(feed))
@@ -156,7 +156,7 @@ def leases_by_hand():
 
 def pieces():
     """A large lease in batches of at most `piece` samples; a failed batch once more, in smaller ones."""
-    from hps_keras.data import ElasticDataset, Feed
+    from hps_keras.data.dataset import ElasticDataset, Feed
 
     feed = Feed(ElasticDataset(numbers(50), shuffle=False, batch_size=4))
     feed.start(7, 1, Lease(0, 10))
@@ -189,7 +189,7 @@ def alone():
     """Without other workers it is an ordinary data set, with and without our callback."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     model, epochs = noting(keras.Input((1,)))
     compiled(model)
@@ -236,7 +236,7 @@ def lent():
     import keras
 
     from hps_keras.backends.pipeline import supply
-    from hps_keras.data import ElasticDataset, Feed, running_fit
+    from hps_keras.data.dataset import ElasticDataset, Feed, running_fit
 
     drawn, steps = [], []
 
@@ -328,7 +328,7 @@ def other_sources():
     """One process trains from what are no arrays, and validates with the same."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     found = {}
     for name, source in gathered(23).items():
@@ -488,7 +488,7 @@ def uneven():
     """One worker holds its first batch until the others have trained on most of the pass."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     tally = _Tally("uneven")
 
@@ -516,7 +516,7 @@ def rounds():
     """Synchronous; tuples, weights and a mapped file; validation on an ElasticDataset; the bar of a shown fit."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     file = Path(os.environ["NOTES"], f"mapped-{hps.world_rank()}.npy")
     np.save(file, numbers(100).astype("float64"))
@@ -539,7 +539,7 @@ def compiled_step():
     """As Keras compiles it: the loss of an output of 0 is the mean of what was trained on."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     model.compile(hps.DistributedOptimizer(keras.optimizers.SGD(0.0), "asp"), "mae")
@@ -552,7 +552,7 @@ def stops():
     """Stops in the middle of a pass, at a pass's last batch, and at an epoch's end; then whole passes."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     class At(keras.callbacks.Callback):
         def __init__(self, when):
@@ -585,7 +585,7 @@ def shared_sources():
     """Workers with batches of different sizes share what are no arrays; global seeds differ from rank to rank."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     keras.utils.set_random_seed(hps.rank())
     found = {"shard": identities(hps.data.shard(numbers(10)))}
@@ -601,7 +601,7 @@ def refused():
     """What every rank refuses by itself, the server too, before anything is sent."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     model, _ = noting(keras.Input((1,)))
     compiled(model)

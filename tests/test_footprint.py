@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps_keras.footprint import Footprint
+from hps_keras.batches.footprint import Footprint
 
 MIB = 1 << 20
 

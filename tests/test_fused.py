@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 
-from hps_keras import update
-from hps_keras.fused import FusedUpdater
 from hps_keras.optimizer import describe_plain
-from hps_keras.update import ServerOptimizer
+from hps_keras.server import update
+from hps_keras.server.fused import FusedUpdater
+from hps_keras.server.update import ServerOptimizer
 
 pytestmark = pytest.mark.backend
 
@@ -100,7 +100,7 @@ def test_the_answer_is_sent_from_the_memory_that_is_updated(monkeypatch):
 
 
 def test_clipping_is_left_to_keras():
-    from hps_keras.fused import fits
+    from hps_keras.server.fused import fits
 
     assert fits(keras.optimizers.SGD(0.1)) and fits(keras.optimizers.AdamW(0.1))
     assert not fits(keras.optimizers.SGD(0.1, clipvalue=1.0))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from hps_keras.growth import Growth
+from hps_keras.batches.growth import Growth
 
 ANY = 10**6
 

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from hps_keras import headroom
 from hps_keras.errors import ConfigurationError
-from hps_keras.headroom import Headroom
+from hps_keras.worker import headroom
+from hps_keras.worker.headroom import Headroom
 
 MIB = 1 << 20
 
@@ -187,7 +187,8 @@ def test_a_gpu_s_memory_counts_where_the_model_runs_on_one(machine):
 SCRIPT = r"""
 import json, sys
 import keras, numpy as np
-from hps_keras import backends, headroom, resources
+from hps_keras import backends, resources
+from hps_keras.worker import headroom
 from hps_keras.backends.activations import activation_bytes
 from tests.test_resources import tree, v2, v2_group
 L, name, found = keras.layers, keras.backend.backend(), {}

@@ -54,7 +54,7 @@ def spy():
             self.present, self.rates, self.logs = [], [], []
 
         def on_train_begin(self, logs=None):
-            from hps_keras.data import running_fit
+            from hps_keras.data.dataset import running_fit
 
             self.present = [type(c).__name__ for c in running_fit()["callbacks"].callbacks]
 

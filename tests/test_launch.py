@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hps_keras import launch, mpi
+from hps_keras import launch
 from hps_keras.errors import ConfigurationError, LaunchError
-from hps_keras.mpi import Implementation, expected_world_size, parse_version
+from hps_keras.launching import mpi
+from hps_keras.launching.mpi import Implementation, expected_world_size, parse_version
 
 LIMIT = 50
 MPICH = Implementation("mpich", "MPICH", "5.0.2", "/opt/mpich/bin/mpiexec")
@@ -311,7 +312,7 @@ def test_dry_run_prints_a_line_that_a_shell_can_run(script):
 
 def test_hpsrun_loads_neither_keras_nor_mpi():
     code = (
-        "import sys, hps_keras.launch, hps_keras.mpi, hps_keras.supervise, hps_keras.resources\n"
+        "import sys, hps_keras.launch, hps_keras.launching.mpi, hps_keras.launching.supervise, hps_keras.resources\n"
         "print([m for m in ('keras', 'tensorflow', 'jax', 'torch', 'mpi4py.MPI') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)

@@ -10,14 +10,14 @@ import pytest
 from ranks import run
 
 import hps_keras as hps
-from hps_keras.attendance import Attendance
 from hps_keras.consistency import ASP, BSP, SSP, WASP
-from hps_keras.coordinator import Coordinator
-from hps_keras.courier import Courier
-from hps_keras.decisions import FIRST_WAIT, Answer, Complete, Fail, Push, Update
-from hps_keras.pacing import Group, pacing
+from hps_keras.coordination.attendance import Attendance
+from hps_keras.coordination.coordinator import Coordinator
+from hps_keras.coordination.decisions import FIRST_WAIT, Answer, Complete, Fail, Push, Update
+from hps_keras.coordination.pacing import Group, pacing
+from hps_keras.worker.courier import Courier
 
-# -- in the pure core: workers as in hps_keras.pushes, in an order that chance chooses --
+# -- in the pure core: workers as in hps_keras.worker.pushes, in an order that chance chooses --
 
 
 class Worker:
@@ -257,7 +257,8 @@ def trained(consistency, *, callbacks=(), epochs=2, count=130, optimizer=None, d
     """Trains on one stream for all; returns what there is to look at, the samples that this worker drew among it."""
     import keras
 
-    from hps_keras import data, pushes
+    from hps_keras.data import dataset as data
+    from hps_keras.worker import pushes
 
     model = model_of(consistency, optimizer, **options)
     drawn, synced = [], []
@@ -386,7 +387,7 @@ def speaking():
     import keras
 
     from hps_keras import cluster
-    from hps_keras.link import link
+    from hps_keras.worker.link import link
 
     sums = []
 
@@ -404,8 +405,8 @@ def in_pieces():
     """Each batch in two pieces, the first of which ends before the push of the step before is sent."""
     import threading
 
-    from hps_keras.link import Link
-    from hps_keras.training import Training
+    from hps_keras.worker.link import Link
+    from hps_keras.worker.training import Training
 
     plain, travel, add_up, limit = Link.request, Link.travel, Training._add_up, Training.limit
     added, kept = threading.Event(), []
@@ -558,7 +559,7 @@ def test_others_may_speak_to_the_server_while_a_push_travels(results):
 
 def cut():
     """The wire breaks in the communicating thread of worker 1."""
-    from hps_keras.link import Link
+    from hps_keras.worker.link import Link
 
     plain, calls = Link.request, Counter()
 

@@ -8,8 +8,8 @@ import pytest
 from referee import Referee, Refused
 
 from hps_keras.consistency import ASP, BSP, SSP, WASP
-from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import Answer, Fail, Log, Push, Update, Wait
+from hps_keras.coordination.coordinator import Coordinator
+from hps_keras.coordination.decisions import Answer, Fail, Log, Push, Update, Wait
 
 
 def training(workers, model, groups=1, timeout=600.0, offers=()):

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
+from hps_keras.batches.shares import Proportional, Resizing, solve
 from hps_keras.consistency import ASP, BSP, WASP, Auto
-from hps_keras.shares import Proportional, Resizing, solve
 from hps_keras.simulate import Failure, Scenario, Server, Slowdown, Worker, simulate
 from hps_keras.simulate.engine import NoArithmetic
 

@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps_keras import quantization
 from hps_keras.errors import ConfigurationError
-from hps_keras.precision import WIDTHS, Custom, Descending, Fixed, Plateau, Precision, policy, resolved_mode
+from hps_keras.quantization import codecs as quantization
+from hps_keras.quantization.precision import (
+    WIDTHS,
+    Custom,
+    Descending,
+    Fixed,
+    Plateau,
+    Precision,
+    policy,
+    resolved_mode,
+)
 
 
 def widths(chosen, values):

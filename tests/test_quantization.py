@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps_keras import kernels
 from hps_keras.errors import ConfigurationError, ProtocolError
 from hps_keras.layout import ParameterLayout, aligned_zeros
-from hps_keras.quantization import WIDTHS, Codec, coded_tensors, prepare
+from hps_keras.quantization import kernels
+from hps_keras.quantization.codecs import WIDTHS, Codec, coded_tensors, prepare
 
 pytestmark = pytest.mark.timeout(300)  # the first call on a machine compiles, for a minute where others compute too
 

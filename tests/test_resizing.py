@@ -53,7 +53,7 @@ def optimizer():
 
 
 def stream(batch=BATCH):
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     return ElasticDataset(*problem(), batch_size=batch, seed=7)
 
@@ -91,7 +91,7 @@ def resizer(limit=None, **options):
 
 def one_process(workers):
     """What plain Keras makes of the same order in batches of all workers together."""
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     model = small(optimizer())
     model.fit(ElasticDataset(*problem(), batch_size=workers * BATCH, seed=7), epochs=EPOCHS, verbose=0)
@@ -100,7 +100,7 @@ def one_process(workers):
 
 def changing():
     """Sizes that are others in every round: the numbers of one large batch."""
-    from hps_keras import shares
+    from hps_keras.batches import shares
 
     rng = np.random.default_rng(3)
     sizes = []
@@ -155,7 +155,7 @@ def no_memory():
     model = Full(inputs, keras.layers.Dense(1)(inputs))
     object.__setattr__(model, "noted", [[]])
     compiled(model)
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     data = ElasticDataset(numbers(40), numbers(40), batch_size=4)
     callback, mine = server_returns(), resizer(limit=4, mode="accumulate")
@@ -172,7 +172,7 @@ def too_late():
     """The memory runs out when the optimizer has been applied: the step counts once all the same."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     failed = []
 
@@ -199,7 +199,7 @@ def no_more_data():
     """A step that says that the data ended, in the middle of a pass."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     class Ends(keras.Model):
         def train_step(self, *arguments):
@@ -215,7 +215,7 @@ def no_more_data():
 
 def capped():
     """A worker whose memory holds one sample is never given two; the others take what it cannot."""
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     model, epochs = noting(__import__("keras").Input((1,)))
     compiled(model)
@@ -230,7 +230,7 @@ def by_speed():
     """Steps of three speeds: after a while the batches are as the speeds."""
     import keras
 
-    from hps_keras.data import ElasticDataset
+    from hps_keras.data.dataset import ElasticDataset
 
     pace = {0: 1, 1: 2, 2: 4}[hps.rank()]
 
@@ -252,7 +252,7 @@ def by_speed():
 
 def automatic():
     """ "auto" measures, chooses, and says why."""
-    from hps_keras import planning
+    from hps_keras.coordination import planning
 
     planning.MEASURE = 4
     said = Said()

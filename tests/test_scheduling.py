@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from referee import Referee
 
 from hps_keras.consistency import ASP, BSP, SSP, WASP
-from hps_keras.decisions import Answer, Grant, Log
+from hps_keras.coordination.decisions import Answer, Grant, Log
+from hps_keras.coordination.scheduling import Lease, Leases, permutation
 from hps_keras.errors import ConfigurationError
-from hps_keras.scheduling import Lease, Leases, permutation
 
 
 def positions(leases):
@@ -40,7 +40,7 @@ def test_each_pass_and_each_seed_has_an_order_of_its_own():
 
 def test_the_order_is_the_same_in_every_process():
     """Each worker makes it for itself: they must agree on what stands at a position."""
-    code = "from hps_keras.scheduling import permutation; print(*permutation(50, 7, 3))"
+    code = "from hps_keras.coordination.scheduling import permutation; print(*permutation(50, 7, 3))"
     environ = {**os.environ, "PYTHONHASHSEED": "1"}
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environ)
     assert there.stdout.split() == [str(i) for i in permutation(50, 7, 3)], there.stderr

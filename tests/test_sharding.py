@@ -8,7 +8,7 @@ import pytest
 from test_sources import SAMPLES, batched, joined, numbers, stream
 
 import hps_keras as hps
-from hps_keras.data import ElasticDataset, fingerprint_of, shard
+from hps_keras.data.dataset import ElasticDataset, fingerprint_of, shard
 from hps_keras.errors import ConfigurationError
 
 # -- shard --

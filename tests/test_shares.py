@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hps_keras.batches.shares import BatchSizes, Proportional, Resizing, solve
 from hps_keras.errors import ConfigurationError
-from hps_keras.shares import BatchSizes, Proportional, Resizing, solve
 
 ANY = 10**9
 SPEEDS = (1.0, 1.0, 0.5, 0.25)

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hps_keras.batches.shares import SHARES, Resizing
 from hps_keras.consistency import ASP, BSP, SSP, WASP, Auto, parse
 from hps_keras.errors import ConfigurationError, HpsError
-from hps_keras.shares import SHARES, Resizing
+from hps_keras.server.telemetry import Summary
 from hps_keras.simulate import Failure, Link, Report, Scenario, Server, Slowdown, Worker, simulate, traffic
 from hps_keras.simulate import inputs as reading
 from hps_keras.simulate.cli import main, make_parser
@@ -26,7 +27,6 @@ from hps_keras.simulate.engine import NoArithmetic
 from hps_keras.simulate.report import table
 from hps_keras.simulate.scenario import finish_time, speed_profile
 from hps_keras.simulate.traffic import message_bytes
-from hps_keras.telemetry import Summary
 
 SPEEDS = (1, 1, 0.5, 0.25)
 MODELS = (BSP(), ASP(), SSP(3), WASP(10), WASP(1))
@@ -408,9 +408,9 @@ def test_bytes_are_pushes_times_messages(model):
 
 
 def test_the_estimate_has_the_kernels_buckets():
-    from hps_keras.kernels import BUCKET
     from hps_keras.layout import ParameterLayout
-    from hps_keras.quantization import Codec
+    from hps_keras.quantization.codecs import Codec
+    from hps_keras.quantization.kernels import BUCKET
 
     layout = ParameterLayout.of([("kernel", (777, 13), "float32")])
     assert BUCKET == traffic.BUCKET

@@ -113,8 +113,8 @@ def one_worker():
     import keras
     from models import arrays, difference
 
-    from hps_keras.data import ElasticDataset
-    from hps_keras.scheduling import permutation
+    from hps_keras.coordination.scheduling import permutation
+    from hps_keras.data.dataset import ElasticDataset
     from hps_keras.simulate.numeric import train
 
     decay = keras.optimizers.schedules.ExponentialDecay
@@ -151,8 +151,8 @@ def large_batch():
     import numpy as np
     from models import arrays, difference
 
-    from hps_keras.data import ElasticDataset
-    from hps_keras.scheduling import permutation
+    from hps_keras.coordination.scheduling import permutation
+    from hps_keras.data.dataset import ElasticDataset
     from hps_keras.simulate import Worker
     from hps_keras.simulate.numeric import train
 
@@ -380,7 +380,7 @@ def coded():
     import numpy as np
 
     from hps_keras.consistency import parse
-    from hps_keras.quantization import Codec
+    from hps_keras.quantization.codecs import Codec
     from hps_keras.simulate import Scenario, Worker, simulate
     from hps_keras.simulate.numeric import Numeric
 
@@ -466,7 +466,7 @@ def adaptive():
     import keras
 
     from hps_keras.consistency import BSP
-    from hps_keras.quantization import Codec
+    from hps_keras.quantization.codecs import Codec
     from hps_keras.simulate import Scenario, Worker, simulate
     from hps_keras.simulate.numeric import Numeric, train
 

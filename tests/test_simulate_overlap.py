@@ -9,14 +9,14 @@ from collections import Counter
 import pytest
 from ranks import run
 
+from hps_keras.batches.shares import Resizing
 from hps_keras.consistency import ASP, BSP, SSP, WASP, parse
 from hps_keras.errors import ConfigurationError
-from hps_keras.shares import Resizing
+from hps_keras.server.telemetry import Summary
 from hps_keras.simulate import Failure, Link, Scenario, Server, Worker, engine, inputs, simulate
 from hps_keras.simulate.cli import main
 from hps_keras.simulate.engine import NoArithmetic
 from hps_keras.simulate.traffic import message_bytes
-from hps_keras.telemetry import Summary
 
 SPEEDS = (1, 1, 0.5, 0.25)
 MODELS = (BSP(), ASP(), SSP(1), WASP(1), WASP(5), parse("auto:5"))
@@ -168,7 +168,7 @@ def test_forced_syncs_still_come_and_leave_nothing_stale():
 
 
 def test_as_many_first_steps_wait_as_on_real_ranks():
-    from hps_keras import pushes
+    from hps_keras.worker import pushes
 
     assert engine.FIRST_WAIT == pushes.FIRST_WAIT
 
@@ -276,8 +276,8 @@ def delayed():
     """Three workers in rounds: the weights, and those of stochastic gradient descent with a delay, by hand."""
     import numpy as np
 
-    from hps_keras.data import ElasticDataset
-    from hps_keras.scheduling import permutation
+    from hps_keras.coordination.scheduling import permutation
+    from hps_keras.data.dataset import ElasticDataset
     from hps_keras.simulate.numeric import train
 
     x, y = _data(84)

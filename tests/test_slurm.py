@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hps_keras.mpi import find_library
+from hps_keras.launching.mpi import find_library
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(600)]
 

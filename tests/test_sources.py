@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import pytest
 
-from hps_keras.data import ElasticDataset, Feed, fingerprint_of, shard
+from hps_keras.coordination.scheduling import Lease
+from hps_keras.data.dataset import ElasticDataset, Feed, fingerprint_of, shard
 from hps_keras.errors import ConfigurationError
-from hps_keras.scheduling import Lease
 
 SAMPLES = 103
 

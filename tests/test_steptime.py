@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hps_keras.steptime import StepTime
+from hps_keras.batches.steptime import StepTime
 
 SEEDS = range(40)
 

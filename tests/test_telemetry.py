@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hps_keras.accounts import WorkerStatistics
 from hps_keras.consistency import BSP
-from hps_keras.fidelity import tensor_groups
+from hps_keras.coordination.accounts import WorkerStatistics
+from hps_keras.coordination.planning import Fitted
 from hps_keras.layout import ParameterLayout
-from hps_keras.planning import Fitted
-from hps_keras.telemetry import Books, Summary, epoch_logs, row
+from hps_keras.quantization.fidelity import tensor_groups
+from hps_keras.server.telemetry import Books, Summary, epoch_logs, row
 
 NOTHING = (WorkerStatistics(), 0, 0)
 

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from hps_keras.twins import Twins
+from hps_keras.server.twins import Twins
 
 
 @pytest.mark.parametrize(

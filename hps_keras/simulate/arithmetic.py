@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from hps_keras.consistency import Consistency
-from hps_keras.decisions import Push, Update
-from hps_keras.scheduling import Lease
+from hps_keras.coordination.decisions import Push, Update
+from hps_keras.coordination.scheduling import Lease
 
 
 class Arithmetic(Protocol):

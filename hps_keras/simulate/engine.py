@@ -1,10 +1,12 @@
 """A training run in virtual time, decided by the very coordinator that decides real ones.
 
 A heap holds what reaches the servers and when. What follows from it is decided by the real
-:class:`hps_keras.coordinator.Coordinator` with the real consistency models and leases; here is only what takes time:
+:class:`hps_keras.coordination.coordinator.Coordinator` with the real consistency models and leases; here is only what
+takes time:
 
 - A worker computes, sends its gradient over its link, and waits for the answer. With `overlap` it does as
-  :mod:`hps_keras.pushes`: it computes the next step meanwhile, and waits when that is done. Answers are decoded beside.
+  :mod:`hps_keras.worker.pushes`: it computes the next step meanwhile, and waits when that is done. Answers are decoded
+  beside.
 - The servers do one thing after another, as the real one does: receive the gradient whose turn has come, take it in,
   update when the last answers are out. Answers go out one after another, beside other work.
 - With `server_overlap` they also receive beside other work: the interface has a queue for each direction, and the
@@ -23,10 +25,21 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from hps_keras.consistency import BSP
-from hps_keras.coordinator import Coordinator
-from hps_keras.decisions import FIRST_WAIT, Answer, Complete, Decision, Fail, Log, Push, Switch, Take, Update
+from hps_keras.coordination.coordinator import Coordinator
+from hps_keras.coordination.decisions import (
+    FIRST_WAIT,
+    Answer,
+    Complete,
+    Decision,
+    Fail,
+    Log,
+    Push,
+    Switch,
+    Take,
+    Update,
+)
 from hps_keras.errors import ConfigurationError, ProtocolError
-from hps_keras.precision import EXACT
+from hps_keras.quantization.precision import EXACT
 from hps_keras.simulate.arithmetic import Arithmetic, NoArithmetic
 from hps_keras.simulate.machines import Machine, Step, factors
 from hps_keras.simulate.report import Report

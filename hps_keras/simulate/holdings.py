@@ -2,8 +2,8 @@
 
 In full precision, workers that hold the same version share its memory: a run needs the parameters once for each version
 that is held, not once for each worker. Under 32 bits each worker's parameters are its own, except in BSP; the server's
-:class:`hps_keras.coding.ParameterCoder` keeps them, bit for bit as a real worker would have decoded them. With overlap,
-what a worker held before is kept as well.
+:class:`hps_keras.quantization.coding.ParameterCoder` keeps them, bit for bit as a real worker would have decoded them.
+With overlap, what a worker held before is kept as well.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hps_keras.coding import GradientCoder, take_gradient
 from hps_keras.layout import aligned_zeros
-from hps_keras.precision import EXACT
-from hps_keras.update import ServerOptimizer
+from hps_keras.quantization.coding import GradientCoder, take_gradient
+from hps_keras.quantization.precision import EXACT
+from hps_keras.server.update import ServerOptimizer
 
 
 @dataclass

@@ -14,9 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hps_keras.batches.shares import Resizing
 from hps_keras.consistency import Auto, Consistency, parse
 from hps_keras.errors import ConfigurationError
-from hps_keras.shares import Resizing
 from hps_keras.simulate.scenario import (
     BYTES_PER_PARAMETER,
     CODING_RATE,

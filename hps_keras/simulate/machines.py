@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hps_keras.scheduling import Lease
+from hps_keras.coordination.scheduling import Lease
 from hps_keras.simulate.report import WAITS
 
 _BLOCK = 64  # jitter factors that are drawn at once

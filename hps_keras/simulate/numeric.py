@@ -2,8 +2,8 @@
 
 The engine keeps virtual time and asks the coordinator; :class:`Numeric` computes what its decisions mean: each
 gradient on the parameters that its worker holds, each update by the parameter server's own
-:class:`hps_keras.update.ServerOptimizer`. All workers share one model in one process; what they hold and send is in
-:mod:`hps_keras.simulate.holdings`, in as few bits as the widths say.
+:class:`hps_keras.server.update.ServerOptimizer`. All workers share one model in one process; what they hold and send is
+in :mod:`hps_keras.simulate.holdings`, in as few bits as the widths say.
 
 What differs from real workers: the model's moving statistics (BatchNorm) and its random seeds are one for all workers
 and move on with every gradient, instead of being averaged at the ends of epochs.
@@ -21,21 +21,21 @@ import numpy as np
 from keras import ops
 
 from hps_keras import backends
+from hps_keras.batches.shares import Resizing
 from hps_keras.consistency import Asynchronous, Consistency, resolve
-from hps_keras.data import ElasticDataset
-from hps_keras.decisions import Push, Update
+from hps_keras.coordination.decisions import Push, Update
+from hps_keras.coordination.scheduling import Lease
+from hps_keras.data.dataset import ElasticDataset
 from hps_keras.errors import ConfigurationError
 from hps_keras.layout import ParameterLayout
 from hps_keras.optimizer import describe_plain, inside, wrapped_in
-from hps_keras.quantization import Codec
-from hps_keras.scheduling import Lease
-from hps_keras.shares import Resizing
+from hps_keras.quantization.codecs import Codec
+from hps_keras.server.update import ServerOptimizer
 from hps_keras.simulate.engine import simulate
 from hps_keras.simulate.holdings import Gradients, Holdings
 from hps_keras.simulate.report import Report
 from hps_keras.simulate.scenario import Failure, Scenario, Server, Slowdown, Worker
 from hps_keras.slots import slots_of
-from hps_keras.update import ServerOptimizer
 
 logger = logging.getLogger("hps_keras")
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hps_keras.batches.shares import BatchSizes, Resizing
 from hps_keras.consistency import BSP, Auto, Consistency
 from hps_keras.errors import ConfigurationError
-from hps_keras.precision import WIDTHS, policy
-from hps_keras.shares import BatchSizes, Resizing
+from hps_keras.quantization.precision import WIDTHS, policy
 
 BYTES_PER_PARAMETER = 4
 
@@ -170,8 +170,8 @@ class Scenario:
         resizing: How batch sizes follow speed and memory; None: they stay, but with "auto" they follow the speed.
         push_bits: Width of gradients.
         pull_bits: Width of parameters in answers; forced syncs and ends of epochs have 32 always.
-        policy: How the widths follow `monitor` from pass to pass, see :func:`hps_keras.precision.policy`; None: they
-            stay. Only in numeric mode, where there is something to monitor.
+        policy: How the widths follow `monitor` from pass to pass, see :func:`hps_keras.quantization.precision.policy`;
+            None: they stay. Only in numeric mode, where there is something to monitor.
         pull_policy: The same for answers; None: as `policy`.
         monitor: What is monitored; where there is no such value, the loss.
         overlap: Whether workers compute the next step while their pushes travel, as with

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hps_keras.precision import EXACT
+from hps_keras.quantization.precision import EXACT
 from hps_keras.simulate.scenario import BYTES_PER_PARAMETER, Scenario
 
 BUCKET = 512

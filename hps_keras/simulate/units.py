@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hps_keras.precision import policy
-from hps_keras.shares import MODES, Resizing
+from hps_keras.batches.shares import MODES, Resizing
+from hps_keras.quantization.precision import policy
 from hps_keras.simulate.scenario import Failure, Slowdown
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hps_keras.precision import Precision, resolved_mode
+from hps_keras.quantization.precision import Precision, resolved_mode
 from hps_keras.simulate.scenario import Scenario
 
 

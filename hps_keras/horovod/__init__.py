@@ -1,0 +1,1 @@
+"""Horovod's names: a script's own collectives, process sets and queries."""

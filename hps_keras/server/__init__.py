@@ -1,0 +1,1 @@
+"""The parameter server's half: receiving, applying and answering; weights, slots and records."""
