@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import signal
 import sys
@@ -20,87 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from hps_keras import backends
 from hps_keras.errors import ConfigurationError, LaunchError
 from hps_keras.launching.mpi import expected_world_size
 from hps_keras.resources import affinity, available_cpus, memory_pools
+from hps_keras.settings import Settings, resolve_ranks
 from hps_keras.wire import Header, Kind, Patience, Wire
 
 logger = logging.getLogger("hps_keras")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What can be set at ``hps.init()`` or by environment variable; an argument wins over its variable.
-
-    Attributes:
-        server_ranks: World ranks that become parameter servers; negative ones count from the end. ``HPS_SERVER_RANKS``.
-        timeout: Seconds after which a silent rank has failed. ``HPS_TIMEOUT``.
-        polling: ``"sleep"`` (a waiting rank uses a few percent of a core) or ``"spin"`` (a whole one, for the least
-            latency). ``HPS_POLLING``.
-        server_device: ``None`` hides the GPUs from a parameter server; ``"gpu"`` leaves them visible.
-            ``HPS_SERVER_DEVICE``.
-    """
-
-    server_ranks: tuple[int, ...] = (-1,)
-    timeout: float = 600.0
-    polling: Literal["sleep", "spin"] = "sleep"
-    server_device: str | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout < 1e9:
-            raise ConfigurationError(
-                f"timeout={self.timeout!r} (HPS_TIMEOUT): give seconds above 0 and below 1e9, e.g. 600"
-            )
-        if self.polling not in ("sleep", "spin"):
-            raise ConfigurationError(f"polling={self.polling!r} (HPS_POLLING): use 'sleep' or 'spin'")
-        if self.server_device not in (None, "cpu", "gpu"):
-            raise ConfigurationError(f"server_device={self.server_device!r} (HPS_SERVER_DEVICE): use 'cpu' or 'gpu'")
-        if len(set(self.server_ranks)) != len(self.server_ranks):
-            raise ConfigurationError(f"server_ranks={list(self.server_ranks)} (HPS_SERVER_RANKS): names a rank twice")
-        if len(self.server_ranks) != 1:
-            raise ConfigurationError(
-                f"server_ranks={list(self.server_ranks)} (HPS_SERVER_RANKS): exactly one parameter server is supported "
-                "so far; name one rank"
-            )
-
-    @classmethod
-    def of(cls, environ: Any = os.environ, **given: Any) -> Settings:
-        """Builds the settings from arguments (those not None), else from the environment, else the defaults."""
-        readers: dict[str, Callable[[Any], Any]] = {
-            "server_ranks": _ranks, "timeout": _seconds, "polling": str, "server_device": str
-        }  # fmt: skip
-        if given.keys() - readers.keys():
-            raise TypeError(f"no such settings: {', '.join(sorted(given.keys() - readers.keys()))}")
-        values = {}
-        for name, read in readers.items():
-            raw = given.get(name)
-            if raw is None:
-                raw = environ.get(f"HPS_{name.upper()}") or None
-            if raw is not None:
-                values[name] = read(raw)
-        return cls(**values)
-
-
-def _ranks(raw: Any) -> tuple[int, ...]:
-    parts = raw.split(",") if isinstance(raw, str) else list(raw) if isinstance(raw, Iterable) else [raw]
-    try:
-        if any(isinstance(part, bool) for part in parts):
-            raise TypeError("True and False are no ranks, though they count as 1 and 0")
-        return tuple(int(part) if isinstance(part, str) else operator.index(part) for part in parts)
-    except (TypeError, ValueError):
-        raise ConfigurationError(
-            f"server_ranks={raw!r} (HPS_SERVER_RANKS): give world ranks separated by commas, e.g. 0 or -1"
-        ) from None
-
-
-def _seconds(raw: Any) -> float:
-    try:
-        return float(raw)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"timeout={raw!r} (HPS_TIMEOUT): give a number of seconds, e.g. 600") from None
 
 
 @dataclass
@@ -145,7 +73,12 @@ class Cluster:
     @property
     def alone(self) -> bool:
         """True in a world of one: training is plain Keras."""
-        return not self.servers
+        return not self.servers and len(self.workers) == 1
+
+    @property
+    def serverless(self) -> bool:
+        """Whether several workers train without a parameter server."""
+        return not self.servers and len(self.workers) > 1
 
     @property
     def rank(self) -> int:
@@ -184,6 +117,9 @@ def init(
     timeout: float | None = None,
     polling: str | None = None,
     process_sets: Any = None,
+    servers: int | None = None,
+    dedicated_server: bool | None = None,
+    collectives: str | None = None,
 ) -> None:
     """Joins MPI and decides the roles; call it first, on every rank. A second call does nothing.
 
@@ -195,6 +131,10 @@ def init(
         polling: ``"sleep"`` or ``"spin"``: how a rank waits.
         process_sets: Process sets to add at once, see :func:`hps_keras.add_process_set`. Horovod's ``"dynamic"`` is
             taken too: sets can always be added later.
+        servers: 0 trains without a parameter server: every rank is a worker, and gradients are averaged over all.
+        dedicated_server: True makes the parameter server serve in this call, until all workers have ended; its process
+            then leaves with exit code 0. For scripts without ``model.fit``.
+        collectives: Without a server: ``"mpi"`` averages gradients by MPI, ``"horovod"`` by Horovod's own engine.
 
     Raises:
         ConfigurationError: A setting cannot work.
@@ -227,10 +167,18 @@ def init(
     if comm.size > 1:
         _end_together(f"world rank {comm.rank}")  # before anything can fail on this rank alone
     settings, problem = Settings(), ""
-    servers: tuple[int, ...] = ()
+    serving: tuple[int, ...] = ()
     try:
-        settings = Settings.of(server_ranks=server_ranks, server_device=server_device, timeout=timeout, polling=polling)
-        servers = _resolve(settings.server_ranks, comm.size) if comm.size > 1 else ()
+        settings = Settings.of(
+            server_ranks=server_ranks,
+            server_device=server_device,
+            timeout=timeout,
+            polling=polling,
+            servers=servers,
+            dedicated_server=dedicated_server,
+            collectives=collectives,
+        )
+        serving = resolve_ranks(settings.server_ranks, comm.size) if comm.size > 1 and settings.servers else ()
     except ConfigurationError as error:
         problem = str(error)
     if comm.size == 1:
@@ -244,15 +192,20 @@ def init(
         atexit.register(_at_exit)
         return
     own = comm.Dup()
-    views = own.allgather((problem, servers, affinity(), memory_pools()))
+    common = {
+        "server_ranks (HPS_SERVER_RANKS)": list(serving),
+        "dedicated_server (HPS_DEDICATED_SERVER)": settings.dedicated_server,
+        "collectives (HPS_COLLECTIVES)": settings.collectives,
+    }
+    views = own.allgather((problem, common, affinity(), memory_pools()))
     _refuse_together(own.rank, [view[0] for view in views], [view[1] for view in views])
     node_comm = own.Split_type(MPI.COMM_TYPE_SHARED)
     node = tuple(node_comm.allgather(own.rank))
     node_comm.Free()
     cpus = views[own.rank][2]
     sharers = [len(cpus & views[r][2]) / max(len(views[r][2]), 1) for r in node]
-    workers = tuple(r for r in range(own.size) if r not in servers)
-    cluster = Cluster(own, own.rank, servers, workers, tuple(r for r in node if r in workers), settings)
+    workers = tuple(r for r in range(own.size) if r not in serving)
+    cluster = Cluster(own, own.rank, serving, workers, tuple(r for r in node if r in workers), settings)
     groups = [tuple(r for r in node if r in workers) for node in sorted(set(own.allgather(node)))]
     cluster.nodes = tuple(group for group in groups if group)
     cluster.memory_sharers = Counter(pool for r in cluster.node_workers for pool in views[r][3])
@@ -419,27 +372,17 @@ def _check_launch(size: int, MPI: Any) -> None:
     )
 
 
-def _resolve(server_ranks: tuple[int, ...], world: int) -> tuple[int, ...]:
-    for r in server_ranks:
-        if not -world <= r < world:
-            raise ConfigurationError(
-                f"server_ranks={list(server_ranks)} (HPS_SERVER_RANKS): rank {r} does not exist in a world of {world}; "
-                f"give one from 0 to {world - 1}, or a negative one counted from the end"
-            )
-    return tuple(sorted(r % world for r in server_ranks))
-
-
-def _refuse_together(me: int, problems: Sequence[str], servers: Sequence[tuple[int, ...]]) -> None:
+def _refuse_together(me: int, problems: Sequence[str], common: Sequence[Mapping[str, Any]]) -> None:
     """Raises on all ranks what is wrong on one of them; the others would wait for it for ever."""
     if problems[me]:
         raise ConfigurationError(problems[me])
     for rank, problem in enumerate(problems):
         if problem:
             raise ConfigurationError(f"on world rank {rank}: {problem}")
-    if len(set(servers)) > 1:
-        raise ConfigurationError(
-            f"server_ranks (HPS_SERVER_RANKS) differ between ranks: {[list(s) for s in servers]}; give all the same"
-        )
+    for name in common[me]:
+        values = [each[name] for each in common]
+        if any(value != values[0] for value in values):
+            raise ConfigurationError(f"{name} differ between ranks: {values}; give all the same")
 
 
 def _say_with_rank(world_rank: int) -> None:

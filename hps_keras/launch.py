@@ -133,6 +133,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--consistency", metavar="RULE", help="bsp, asp, ssp:3, wasp:50: how updates are ordered (HPS_CONSISTENCY)")
     add("--server-ranks", metavar="R1,R2", help="ranks that serve instead of the last (HPS_SERVER_RANKS)")
+    add("--servers", type=int, choices=(0, 1), help="0 trains without a parameter server (HPS_SERVERS)")
+    add(
+        "--dedicated-server",
+        action="store_true",
+        help="the server serves inside hps.init(), for scripts without fit (HPS_DEDICATED_SERVER)",
+    )
     add("--timeout", type=_seconds, metavar="SECONDS", help="how long a silent rank is waited for (HPS_TIMEOUT)")
     add("--polling", choices=("sleep", "spin"), help="how a rank waits: sparing the core, or fastest (HPS_POLLING)")
     add("--env", action="append", default=[], type=_assignment, metavar="K=V", help="set a variable for every rank")
@@ -223,6 +229,10 @@ def make_settings(options: argparse.Namespace) -> dict[str, str]:
                     f"give numbers from 0 to {options.np - 1}, separated by commas"
                 )
         settings["HPS_SERVER_RANKS"] = ",".join(words)
+    if options.servers is not None:
+        settings["HPS_SERVERS"] = str(options.servers)
+    if options.dedicated_server:
+        settings["HPS_DEDICATED_SERVER"] = "1"
     if options.timeout is not None:
         settings["HPS_TIMEOUT"] = options.timeout
     if options.polling is not None:

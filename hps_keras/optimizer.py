@@ -353,8 +353,8 @@ def describe(optimizer: Any, indices: Sequence[int], steps: int) -> dict[str, An
 def describe_plain(optimizer: Any, variables: Sequence[Any]) -> dict[str, Any]:
     """What :class:`hps_keras.server.update.ServerOptimizer` is made of, of a built optimizer, wrapped or not.
 
-    It is fit for JSON. ``layout``: its variables; ``optimizer``: the plain optimizer, serialized by Keras; ``constraints`` and ``decay``:
-        per variable.
+    It is fit for JSON. ``layout``: its variables; ``optimizer``: the plain optimizer, serialized by Keras;
+    ``constraints`` and ``decay``: per variable.
     """
     serialized = keras.optimizers.serialize(optimizer)
     config = dict(serialized["config"], gradient_accumulation_steps=None, loss_scale_factor=None)

@@ -12,6 +12,7 @@ from hps_keras.coordination.coordinator import Coordinator
 from hps_keras.coordination.decisions import Complete, Fail, Push
 from hps_keras.errors import ConfigurationError
 from hps_keras.horovod.reductions import combine, described, gather_name, members_of, pieces
+from hps_keras.settings import Settings
 
 REDUCED = {"op": 0, "prescale_factor": 1.0, "postscale_factor": 1.0}
 
@@ -182,7 +183,7 @@ def alone(monkeypatch):
     """A world of one process."""
     from hps_keras import cluster
 
-    monkeypatch.setattr(cluster, "_cluster", cluster.Cluster(None, 0, (), (0,), (0,), cluster.Settings()))
+    monkeypatch.setattr(cluster, "_cluster", cluster.Cluster(None, 0, (), (0,), (0,), Settings()))
 
 
 @pytest.mark.parametrize(

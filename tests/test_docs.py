@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hps_keras.cluster import Settings
 from hps_keras.launch import make_parser
+from hps_keras.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -60,6 +60,9 @@ def test_defaults_in_the_table_are_those_of_the_code():
         "timeout": f"{default.timeout:g}",
         "polling": default.polling,
         "server_device": default.server_device or "cpu",
+        "servers": default.servers,
+        "dedicated_server": default.dedicated_server,
+        "collectives": default.collectives,
     }.items():
         assert rows[f"`{name}` of `init`"].startswith(f"`{value}`"), name
 

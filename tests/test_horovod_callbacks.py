@@ -16,6 +16,7 @@ import ranks
 import hps_keras as hps
 from hps_keras import cluster
 from hps_keras.errors import ConfigurationError
+from hps_keras.settings import Settings
 
 # -- inside the ranks --
 
@@ -335,7 +336,7 @@ class TestOnTwoWorkers:
 
 @pytest.fixture
 def alone(monkeypatch):
-    monkeypatch.setattr(cluster, "_cluster", cluster.Cluster(None, 0, (), (0,), (0,), cluster.Settings()))
+    monkeypatch.setattr(cluster, "_cluster", cluster.Cluster(None, 0, (), (0,), (0,), Settings()))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps_keras.cluster import Settings, _resolve
 from hps_keras.errors import ConfigurationError
+from hps_keras.settings import Settings, resolve_ranks
 
 
 def of(environ=None, **given_):
@@ -23,18 +23,27 @@ def test_arguments_that_are_none_count_as_not_given():
     assert of({"HPS_TIMEOUT": "9"}, timeout=None, server_ranks=None, polling=None, server_device=None).timeout == 9.0
 
 
-ENVIRON = {"HPS_SERVER_RANKS": "0", "HPS_TIMEOUT": "12.5", "HPS_POLLING": "spin", "HPS_SERVER_DEVICE": "gpu"}
+ENVIRON = {
+    "HPS_SERVER_RANKS": "0",
+    "HPS_TIMEOUT": "12.5",
+    "HPS_POLLING": "spin",
+    "HPS_SERVER_DEVICE": "gpu",
+    "HPS_SERVERS": "0",
+    "HPS_DEDICATED_SERVER": "0",
+    "HPS_COLLECTIVES": "horovod",
+}
 
 
 def test_each_setting_has_a_variable():
-    assert of(ENVIRON) == Settings((0,), 12.5, "spin", "gpu")
+    assert of(ENVIRON) == Settings((0,), 12.5, "spin", "gpu", 0, False, "horovod")
+    assert of({"HPS_DEDICATED_SERVER": "yes"}).dedicated_server
     assert {f"HPS_{f.name.upper()}" for f in dataclasses.fields(Settings)} == set(ENVIRON)
 
 
 def test_an_argument_wins_over_its_variable():
-    assert of(ENVIRON, server_ranks=1, timeout=3, polling="sleep", server_device="cpu") == Settings(
-        (1,), 3.0, "sleep", "cpu"
-    )
+    given_ = {"server_ranks": 1, "timeout": 3, "polling": "sleep", "server_device": "cpu"}
+    given_ |= {"servers": 1, "dedicated_server": True, "collectives": "mpi"}
+    assert of(ENVIRON, **given_) == Settings((1,), 3.0, "sleep", "cpu", 1, True, "mpi")
 
 
 def test_an_empty_variable_counts_as_not_set():
@@ -55,6 +64,13 @@ def test_server_ranks_come_in_many_forms(ranks, expected):
 
 
 REFUSED = [
+    ("servers", 2, "=2", "give 1, or 0"),
+    ("servers", "none", "'none'", "give 0 or 1"),
+    ("servers", True, "True", "give 0 or 1"),
+    ("dedicated_server", 2, "=2", "True or False"),
+    ("dedicated_server", "maybe", "'maybe'", "True or False"),
+    ("collectives", "nccl", "'nccl'", "'horovod'"),
+    ("collectives", "horovod", "'horovod'", "servers=0"),
     # argument, value, and what the message must say besides the argument's name and its variable's
     ("timeout", 0, "0.0", "e.g. 600"),
     ("timeout", -1, "-1.0", "above 0"),
@@ -112,7 +128,7 @@ def test_settings_do_not_change():
 @given(st.integers(1, 64), st.data())
 def test_ranks_count_from_either_end(world, data):
     rank = data.draw(st.integers(0, world - 1))
-    assert _resolve((rank,), world) == _resolve((rank - world,), world) == (rank,)
+    assert resolve_ranks((rank,), world) == resolve_ranks((rank - world,), world) == (rank,)
 
 
 @given(st.integers(1, 64), st.integers(-200, 200))
@@ -120,6 +136,11 @@ def test_a_rank_outside_the_world_is_refused(world, rank):
     if -world <= rank < world:
         return
     with pytest.raises(ConfigurationError) as error:
-        _resolve((rank,), world)
+        resolve_ranks((rank,), world)
     for part in (f"server_ranks=[{rank}]", "HPS_SERVER_RANKS", f"world of {world}", f"0 to {world - 1}"):
         assert part in str(error.value)
+
+
+def test_no_server_can_be_dedicated_where_there_is_none():
+    with pytest.raises(ConfigurationError, match=r"dedicated_server=True .* servers=0"):
+        of(servers=0, dedicated_server=True)

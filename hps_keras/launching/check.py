@@ -27,7 +27,14 @@ from hps_keras.launch import Job, choose_launcher, make_command
 from hps_keras.launching.mpi import NOT_HERE, Implementation, find_library, installed_wheels
 from hps_keras.launching.trial import MARK, MESSAGE_BYTES
 
-REQUIRED = {"keras": (3, 8), "mpi4py": (4, 1), "numba": (0, 60), "numpy": (1, 26), "psutil": (5, 9)}
+REQUIRED = {
+    "keras": (3, 8),
+    "ml_dtypes": (0, 4),
+    "mpi4py": (4, 1),
+    "numba": (0, 60),
+    "numpy": (1, 26),
+    "psutil": (5, 9),
+}
 BACKENDS = ("tensorflow", "jax", "torch")
 
 
