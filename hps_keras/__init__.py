@@ -21,7 +21,7 @@ from hps_keras.cluster import (
     size,
     world_rank,
 )
-from hps_keras.consistency import ASP, BSP, SSP, WASP, Auto
+from hps_keras.consistency import ASP, BSP, SSP, WASP, AllReduce, Auto
 from hps_keras.errors import ConfigurationError, ExchangeTimeout, HpsError, LaunchError, ProtocolError
 from hps_keras.horovod.collectives import (
     Average,
@@ -67,6 +67,7 @@ __all__ = [
     "BSP",
     "SSP",
     "WASP",
+    "AllReduce",
     "Auto",
     "Average",
     "Compression",

@@ -7,6 +7,7 @@ ASP        Asynchronous: every push is applied and answered at once. Fast worker
 SSP        Stale synchronous: as ASP, but a worker that is too far ahead of the slowest waits for it.
 WASP       As ASP, gradients weighted by staleness, and every k steps all meet and take the same parameters.
 auto       BSP with batches by speed, or WASP: which of them these machines do more samples with; measured in the run.
+allreduce  The numbers of BSP without a server: the workers average their gradients among themselves.
 =========  ==========================================================================================================
 
 A model only holds its numbers; what they mean is decided in :mod:`hps_keras.coordination.coordinator`.
@@ -74,6 +75,18 @@ class BSP(Consistency):
 
     def __str__(self) -> str:
         return "bsp" + (f",compensation={self.compensation}" if self.compensation else "")
+
+
+@dataclass(frozen=True)
+class AllReduce(Consistency):
+    """Rounds as in :class:`BSP`, without a parameter server: the default of ``hps.init(servers=0)``, and only there.
+
+    Example:
+        >>> str(AllReduce())
+        'allreduce'
+    """
+
+    synchronous: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -209,7 +222,9 @@ class Auto(Consistency):
         return "auto" if self.wasp == WASP() else "auto" + str(self.wasp)[len("wasp") :]
 
 
-_MODELS: Mapping[str, type[Consistency]] = {"bsp": BSP, "asp": ASP, "ssp": SSP, "wasp": WASP, "auto": Auto}
+_MODELS: Mapping[str, type[Consistency]] = {
+    "allreduce": AllReduce, "bsp": BSP, "asp": ASP, "ssp": SSP, "wasp": WASP, "auto": Auto,
+}  # fmt: skip
 _FIRST = {"ssp": "bound", "wasp": "sync_every"}
 
 
@@ -304,10 +319,68 @@ def resolve(given: Consistency | str | None, environ: Mapping[str, str] = os.env
         return parse(given)
     if given is not None:
         raise ConfigurationError(
-            f"consistency={given!r}: use hps.BSP(), hps.ASP(), hps.SSP(3), hps.WASP(50), hps.Auto(), or their names"
+            f"consistency={given!r}: use hps.BSP(), hps.ASP(), hps.SSP(3), hps.WASP(50), hps.Auto(), hps.AllReduce(), or "
+            "their names"
         )
     text = environ.get("HPS_CONSISTENCY")
     return parse(text, "HPS_CONSISTENCY") if text else BSP()
+
+
+def without_server(
+    given: Consistency | str | None, bits: tuple[int, int], overlap: bool, environ: Mapping[str, str] = os.environ
+) -> Consistency:
+    """Picks the model of a job whose workers all train (``hps.init(servers=0)``).
+
+    Args:
+        given: The argument, as for :func:`resolve`.
+        bits: Widths of gradients and of parameters.
+        overlap: Whether steps are to compute while gradients travel.
+        environ: The environment.
+
+    Raises:
+        ConfigurationError: One of them needs a parameter server.
+    """
+    model = resolve(given, environ) if given is not None or environ.get("HPS_CONSISTENCY") else AllReduce()
+    if isinstance(model, BSP):  # the same numbers
+        if model.compensation:
+            raise ConfigurationError(f"consistency={str(model)!r}: {_NO_SERVER}, where no gradient is ever late")
+        return AllReduce()
+    if not isinstance(model, AllReduce):
+        source = "consistency" if given is not None else "HPS_CONSISTENCY"
+        raise ConfigurationError(
+            f"{source}={str(model)!r}: {_NO_SERVER}, which has the rounds of 'allreduce' alone; leave {source} out, or "
+            "train with a parameter server (servers=1)"
+        )
+    if bits != (32, 32):
+        raise ConfigurationError(
+            f"push_bits={bits[0]}, pull_bits={bits[1]}: {_NO_SERVER}, where gradients are averaged as float32; leave "
+            "push_bits, pull_bits and compression out, or train with a parameter server (servers=1)"
+        )
+    if overlap:
+        raise ConfigurationError(
+            f"overlap=True: {_NO_SERVER}, where a step waits for the average; leave overlap out, or train with a "
+            "parameter server (servers=1)"
+        )
+    return model
+
+
+def with_server(given: Consistency | str | None, environ: Mapping[str, str] = os.environ) -> Consistency:
+    """Picks the model of a job that has a parameter server.
+
+    Raises:
+        ConfigurationError: No such model, or one that needs every rank to train.
+    """
+    model = resolve(given, environ)
+    if isinstance(model, AllReduce):
+        source = "consistency" if given is not None else "HPS_CONSISTENCY"
+        raise ConfigurationError(
+            f"{source}='allreduce' with a parameter server: give hps.init(servers=0) (HPS_SERVERS=0, hpsrun --servers "
+            f"0) too, or take 'bsp', which has the same numbers"
+        )
+    return model
+
+
+_NO_SERVER = "this job has no parameter server (servers=0)"
 
 
 def overruled(given: Consistency | str | None, environ: Mapping[str, str] = os.environ) -> str | None:

@@ -21,7 +21,7 @@ import numpy as np
 from keras import ops
 
 from hps_keras import backends, cluster, slots
-from hps_keras.consistency import Consistency, overruled, resolve
+from hps_keras.consistency import Consistency, overruled, resolve, with_server, without_server
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.layout import ParameterLayout
 from hps_keras.quantization.compression import Compressor, chosen_widths
@@ -137,8 +137,9 @@ class _Distributed(_Disguised):
         if not half.attached:
             raise HpsError(
                 f"optimizer {self.name!r} was made by hps.DistributedOptimizer, but nothing exchanges its gradients: "
-                "add hps.callbacks.ParameterServer() as the first callback of model.fit(...) on every rank. "
-                "train_on_batch and loops of your own are not supported yet"
+                "add hps.callbacks.ParameterServer() as the first callback of model.fit(...) on every rank; in a loop "
+                "of your own, write `with hps.training(model, optimizer) as loop:` around it, and loop.step(samples) "
+                "after each step"
             )
         stash.leave(self, grads, trainable_variables)
         if not _APPLY_COUNTS:
@@ -206,7 +207,7 @@ def DistributedOptimizer(
     Args:
         optimizer: Any Keras optimizer. In a ``LossScaleOptimizer`` or a ``MultiOptimizer`` the inner ones are wrapped.
         consistency: ``hps.BSP()`` (default), ``hps.ASP()``, ``hps.SSP(3)``, ``hps.WASP(50)`` or their text
-            (``"wasp:50"``); else ``HPS_CONSISTENCY`` decides.
+            (``"wasp:50"``); else ``HPS_CONSISTENCY`` decides. Without a parameter server ``hps.AllReduce()``.
         push_bits: Width of gradients on their way to the server: 1, 2, 4, 8, 16, or 32 for float32 (default). What a
             gradient loses is added to the next one (error feedback). The chief's counts.
         pull_bits: Width of parameters on their way back. Under 16 the differences to what a worker holds are sent, for
@@ -244,6 +245,8 @@ def DistributedOptimizer(
     backends.name()
     if cluster.current().alone:
         return optimizer
+    serverless = cluster.current().serverless
+    model = without_server(consistency, bits, overlap) if serverless else with_server(consistency)
     _say_once(overruled(consistency))
     if isinstance(optimizer, _CONTAINERS):
         if not inside(optimizer):
@@ -354,18 +357,24 @@ def describe_plain(optimizer: Any, variables: Sequence[Any]) -> dict[str, Any]:
     """What :class:`hps_keras.server.update.ServerOptimizer` is made of, of a built optimizer, wrapped or not.
 
     It is fit for JSON. ``layout``: its variables; ``optimizer``: the plain optimizer, serialized by Keras;
-    ``constraints`` and ``decay``: per variable.
+    ``constraints`` and ``decay``: per variable. ``classes``: modules and names of those that Keras does not know.
     """
     serialized = keras.optimizers.serialize(optimizer)
     config = dict(serialized["config"], gradient_accumulation_steps=None, loss_scale_factor=None)
     # It travels with every push; the server needs a plain variable.
     config["learning_rate"] = assigned_rate(optimizer) or 0.0
+    constraints = [v.constraint for v in variables if v.constraint is not None]
     return {
         "layout": ParameterLayout.of((v.path, v.shape, str(v.dtype)) for v in variables).to_json(),
         "optimizer": dict(serialized, config=config),
         "constraints": [v.constraint and keras.constraints.serialize(v.constraint) for v in variables],
         "decay": [bool(optimizer._use_weight_decay(backends.named(v))) for v in variables],
+        "classes": _unknown_to_keras([getattr(optimizer, "_hps_base", type(optimizer)), *map(type, constraints)]),
     }
+
+
+def _unknown_to_keras(classes: Sequence[type]) -> list[tuple[str, str]]:
+    return sorted({(c.__module__, c.__qualname__) for c in classes if not c.__module__.startswith("keras.")})
 
 
 def assigned_rate(optimizer: Any) -> float | None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hps_keras.consistency import BSP, Consistency
+from hps_keras.consistency import BSP, AllReduce, Consistency
 from hps_keras.coordination.accounts import WorkerStatistics
 from hps_keras.quantization.fidelity import Fidelity, Squares, line, tensor_groups
 
@@ -294,7 +294,7 @@ class Books:
         self._epochs += 1
         rows = [row(n, *both) for n, both in enumerate(zip(now, self._epoch))]
         self._epoch = now
-        logs = epoch_logs(rows, isinstance(self._model, BSP) and not self._overlap)
+        logs = epoch_logs(rows, isinstance(self._model, (BSP, AllReduce)) and not self._overlap)
         push, pull = self._widths
         ended = self._end_fidelity(coding, pulled)
         if self._coded:

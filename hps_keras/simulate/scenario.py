@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hps_keras.batches.shares import BatchSizes, Resizing
-from hps_keras.consistency import BSP, Auto, Consistency
+from hps_keras.consistency import BSP, AllReduce, Auto, Consistency
 from hps_keras.errors import ConfigurationError
 from hps_keras.quantization.precision import WIDTHS, policy
 
@@ -218,6 +218,8 @@ class Scenario:
         lost = [f.worker for f in self.failures]
         _need(len(set(lost)) == len(lost), "fail", lost, "a worker is lost only once")
         _need(isinstance(self.overlap, bool), "overlap", self.overlap, "give True or False")
+        served = not isinstance(self.consistency, AllReduce)
+        _need(served, "consistency", str(self.consistency), "what is simulated has servers; 'bsp' has the same numbers")
         self._check_widths()
 
     def _check_widths(self) -> None:
