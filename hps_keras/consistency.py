@@ -319,8 +319,8 @@ def resolve(given: Consistency | str | None, environ: Mapping[str, str] = os.env
         return parse(given)
     if given is not None:
         raise ConfigurationError(
-            f"consistency={given!r}: use hps.BSP(), hps.ASP(), hps.SSP(3), hps.WASP(50), hps.Auto(), hps.AllReduce(), or "
-            "their names"
+            f"consistency={given!r}: use hps.BSP(), hps.ASP(), hps.SSP(3), hps.WASP(50), hps.Auto(), hps.AllReduce(), "
+            "or their names"
         )
     text = environ.get("HPS_CONSISTENCY")
     return parse(text, "HPS_CONSISTENCY") if text else BSP()
@@ -341,10 +341,8 @@ def without_server(
         ConfigurationError: One of them needs a parameter server.
     """
     model = resolve(given, environ) if given is not None or environ.get("HPS_CONSISTENCY") else AllReduce()
-    if isinstance(model, BSP):  # the same numbers
-        if model.compensation:
-            raise ConfigurationError(f"consistency={str(model)!r}: {_NO_SERVER}, where no gradient is ever late")
-        return AllReduce()
+    if isinstance(model, BSP) and not model.compensation:  # the same numbers
+        model = AllReduce()
     if not isinstance(model, AllReduce):
         source = "consistency" if given is not None else "HPS_CONSISTENCY"
         raise ConfigurationError(

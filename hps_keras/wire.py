@@ -41,6 +41,7 @@ class Kind(IntEnum):
     EXIT = 5
     LEAVE = 6
     LEASE = 7
+    AVERAGING = 8
 
     ANSWER = 11
     REPLY = 12
@@ -53,6 +54,8 @@ class Flag(IntEnum):
     Of an answer: FRESH, parameters come with it; STOP, end the training; SYNC, a forced sync ends. Of a push: LEASE, it
     asks for samples; UNTIMED, its time is not typical, because something was compiled; TRAVELS, the worker computes its
     next step meanwhile. Of an answer to such a push: DRAIN, push what was computed and wait, a forced sync has begun.
+    Without a server, of a push: IDLE, this worker has ended its epoch and only takes part in the others' rounds; STOP,
+    it wants to end the training. Of an answer: IDLE, all have ended it.
     """
 
     FRESH = 1
@@ -62,6 +65,7 @@ class Flag(IntEnum):
     UNTIMED = 16
     TRAVELS = 32
     DRAIN = 64
+    IDLE = 128
 
 
 class Header(NamedTuple):
@@ -72,9 +76,9 @@ class Header(NamedTuple):
         flags: See :class:`Flag`.
         group: Index of the optimizer.
         version: Push: the version that the gradient was computed on. Answer: the version that the parameters have now.
-        samples: Samples behind the gradient or the contribution.
+        samples: Samples behind the gradient or the contribution. Answer, without a server: behind the whole round.
         sequence: Number of the gather.
-        rate: Learning rate of the step.
+        rate: Learning rate of the step. Answer, without a server: of the round.
         seconds: Time of the step on the worker, without waiting and communication.
         memory: Bytes of memory that the worker can still use, 0 if unknown.
         body: Bytes of JSON that follow.
@@ -186,10 +190,20 @@ class Wire:
         patience: How to wait.
         timeout: Seconds until a transfer that has begun counts as failed.
         name: Makes a rank's name for errors, e.g. ``"worker 2 (world rank 2)"``.
+        receiving: A communicator of the same ranks to receive on, where that is not `comm`: two threads of a rank that
+            speak to each other would else take each other's messages.
     """
 
-    def __init__(self, comm: Any, patience: Patience, timeout: float, name: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        patience: Patience,
+        timeout: float,
+        name: Callable[[int], str],
+        receiving: Any = None,
+    ) -> None:
         self._comm, self.patience, self.timeout, self._name = comm, patience, timeout, name
+        self._receiving = comm if receiving is None else receiving
         # A receive for each rank instead of one from any: across a network MPICH 5.0 loses messages to receives from
         # MPI_ANY_SOURCE when others are received in between.
         self._posted: dict[int, tuple[Any, bytearray]] = {}
@@ -234,7 +248,7 @@ class Wire:
         for index, rank in enumerate(self._turns if source is None else (source,)):
             if rank not in self._posted:
                 head = bytearray(_STRUCT.size)
-                self._posted[rank] = self._comm.Irecv([head, self._byte], rank, _TAG_HEADER), head
+                self._posted[rank] = self._receiving.Irecv([head, self._byte], rank, _TAG_HEADER), head
             request, head = self._posted[rank]
             if not request.Test():
                 continue
@@ -265,7 +279,7 @@ class Wire:
         if not header.body:
             return None
         text = bytearray(header.body)
-        self._await(self._comm.Irecv([text, self._byte], source, _TAG_BODY), source, "the text of its message")
+        self._await(self._receiving.Irecv([text, self._byte], source, _TAG_BODY), source, "the text of its message")
         return json.loads(text)
 
     def payload(self, source: int, header: Header, into: np.ndarray) -> Iterator[slice]:
@@ -296,7 +310,7 @@ class Wire:
 
     def _pieces(self, source: int, into: np.ndarray) -> Iterator[slice]:
         pieces = list(chunks(into))
-        requests = [self._comm.Irecv([piece, self._byte], source, _TAG_PAYLOAD) for piece in pieces]
+        requests = [self._receiving.Irecv([piece, self._byte], source, _TAG_PAYLOAD) for piece in pieces]
         start = 0
         for piece, request in zip(pieces, requests):
             self._await(request, source, "the rest of its payload")

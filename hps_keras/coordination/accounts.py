@@ -61,8 +61,11 @@ class WorkerStatistics:
         self.step_seconds += seconds
         self.step_squares += seconds * seconds
 
-    def waited(self, seconds: float, sync: bool) -> None:
-        """Counts the time from a push to its answer."""
+    def waited(self, seconds: float, sync: bool, idle: bool = False) -> None:
+        """Counts the time from a push to its answer; that of a worker which has ended its epoch and is `idle` apart."""
+        if idle:
+            self.epoch_seconds += seconds
+            return
         self.waiting_seconds += seconds
         if sync:
             self.sync_seconds += seconds

@@ -37,7 +37,6 @@ from hps_keras.horovod.reductions import is_collective, members_of
 _LOG_EVERY = 60.0  # also how long a wait must have lasted to be worth a line
 _LONG_WAIT, _LARGE_PART = 1.0, 0.1  # of an epoch, spent at its end: worth a hint
 
-
 _ASKED_WHILE = {
     "enter": State.OUTSIDE,
     "weights": State.TRAINING,
@@ -160,13 +159,12 @@ class Coordinator:
             )
         worker.held[push.group] = push
         self._asks(push.worker, now)
-        if not push.group:  # the optimizers of one step share its batch
+        if not push.group and not push.idle:  # the optimizers of one step share its batch
             worker.steps += 1
             worker.statistics.stepped(push.samples, push.seconds, first=worker.steps == 1)
             whole = None if worker.answered_at is None else now - worker.answered_at
-            if whole is not None and self.overlap:  # the step began before the last one's answer
-                whole = push.seconds
             if whole is not None:
+                whole = push.seconds if self.overlap else whole  # it began before the last one's answer
                 worker.statistics.timed(whole)
             worker.statistics.waited(push.waited, sync=False)
             self._plan.measure(push, whole if worker.steps > 1 else None)
@@ -188,8 +186,12 @@ class Coordinator:
         if me.state is not State.TRAINING or worker in self._asking:
             return self._refuse(worker, "asks for samples")
         me.owes_since, me.answered_at = now, None
-        granted: list[Decision] = [Grant(worker, self._lend(worker, alone=True), self._stop)]
-        return granted + [Log(line) for line in self._plan.news()]
+        grant = Grant(worker, self._lend(worker, alone=True), self._stop)
+        return [grant, *(Log(line) for line in self._plan.news())]
+
+    def waits(self, worker: int, now: float) -> None:
+        """A worker says that it waits for others: it owes nothing yet."""
+        self._workers[worker].owes_since = now
 
     def fitted(self, worker: int) -> Fitted | None:
         """What was fitted to a worker's steps, where batches follow the speed."""
@@ -314,7 +316,7 @@ class Coordinator:
         if worker.steps == 1:
             worker.training_since = now
         elif not push.travels:  # else the worker computes meanwhile, and tells later how long it has waited
-            worker.statistics.waited(now - worker.asked_at, sync)
+            worker.statistics.waited(now - worker.asked_at, sync, push.idle)
         worker.statistics.syncs += sync
         version = self._groups[push.group].version
         lease = self._lend(push.worker, not self.consistency.synchronous) if push.wants_lease else None

@@ -38,6 +38,7 @@ class Push:
         ahead: Leases that the worker holds and has not begun; of lent samples only.
         travels: Whether the worker computes the next step meanwhile; else it waits for the answer.
         waited: Seconds, on the worker's clock, that it has waited for the answer to a push that travelled before this.
+        idle: Whether the worker has ended its epoch, and takes part in the others' rounds without a gradient.
     """
 
     worker: int
@@ -56,6 +57,7 @@ class Push:
     ahead: int = 0
     travels: bool = False
     waited: float = 0.0
+    idle: bool = False
 
 
 @dataclass(frozen=True)
