@@ -338,13 +338,18 @@ def bring_server(callback: Any) -> ParameterServer:
 def _postpone(server: ParameterServer, listed: list[Any], present: Any) -> None:
     """Keeps Keras, which has come to `present` in a list, from giving what writes at once a model.
 
-    TensorBoard writes the graph into a file then, before the workers have agreed who is to write.
+    TensorBoard writes the graph into a file then, before the workers have agreed who is to write. On a server it has
+    nothing to write, and leaves the list.
     """
-    if cluster.is_server() or not cluster.rank() or not running_fit():
+    if not running_fit() or not (cluster.is_server() or cluster.rank()):
         return
     for place in range(listed.index(present) + 1, len(listed)):
         if isinstance(listed[place], keras.callbacks.TensorBoard):
-            server._unset.append(listed[place])
+            if cluster.is_server():
+                owner = enclosing_list(server)
+                owner.callbacks = [c for c in owner.callbacks if c is not listed[place]]
+            else:
+                server._unset.append(listed[place])
             listed[place] = keras.callbacks.Callback()
 
 
