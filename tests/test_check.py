@@ -71,7 +71,14 @@ def test_check_finds_two_wheels(monkeypatch):
 
 
 def test_check_finds_old_and_missing_packages(monkeypatch):
-    versions = {"keras": "3.7.0", "mpi4py": "4.1.2", "numba": "0.60.0", "numpy": "2.0", "hps_keras": "0.1"}
+    versions = {
+        "keras": "3.7.0",
+        "ml_dtypes": "0.5",
+        "mpi4py": "4.1.2",
+        "numba": "0.60.0",
+        "numpy": "2.0",
+        "hps_keras": "0.1",
+    }
 
     def version(name):
         if name not in versions:

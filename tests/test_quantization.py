@@ -520,7 +520,7 @@ def test_kernels_compile_where_nothing_can_be_kept(tmp_path):
         "        return compiled(**options)(function)\n"
         "    return decorate\n"
         "numba.njit = njit\n"
-        "from hps_keras import kernels\n"
+        "from hps_keras.quantization import kernels\n"
         "import numpy as np\n"
         "runs = np.array([[0, 4, 0, 0]], np.uint64)\n"
         "print(kernels.finite(np.ones(4, np.int32), runs), kernels.finite.stats.cache_path)"
