@@ -20,8 +20,10 @@ from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.server.serving import serve
 from hps_keras.server.telemetry import Summary
 from hps_keras.worker.exchange import Exchange
+from hps_keras.worker.guard import Guard, unguarded
 from hps_keras.worker.inventory import check_model
 from hps_keras.worker.link import link
+from hps_keras.worker.loop import end_running
 
 # Set as `model.stop_training`, it makes Keras break out of an epoch's loop after this batch, when the pass is over.
 _EPOCH_OVER = object()
@@ -121,9 +123,11 @@ class ParameterServer(keras.callbacks.Callback):
         if here.is_server:
             self._serve(here)
             return
+        end_running()
         if here.busy:
             raise HpsError(
-                "an earlier fit on this worker did not end (an exception was caught?); the exchange cannot go on"
+                f"an earlier {here.busy} on this worker did not end (an exception was caught, or this fit stands in "
+                "it?); the exchange cannot go on"
             )
         check_model(self.model)
         here.busy = "fit"
@@ -140,7 +144,7 @@ class ParameterServer(keras.callbacks.Callback):
             self._draw_leases(elastic, fit)
             exchange.resizing = resizer.options if resizer else None
             exchange.training.headroom = resizer.headroom(self.model, here.memory_sharers) if resizer else None
-        original = _unguarded(self.model.train_function)
+        original = unguarded(self.model.train_function)
         step = backends.step(self.model)
         savers = [c for c in fit["callbacks"].callbacks if _saves_in_epochs(c)] if "callbacks" in fit else []
         model = self.model  # reading it in a step makes Keras take over the step before's state, which JAX has reused
@@ -232,7 +236,7 @@ class ParameterServer(keras.callbacks.Callback):
     def _ended(self) -> None:
         assert self._exchange
         self.summary = Summary.of(self._exchange.exit())
-        self.model.train_function = _guard(self._original)
+        self.model.train_function = Guard(self._original)
         self._exchange = None
         self._bars = []
         cluster.current().busy = None
@@ -376,21 +380,3 @@ def _samples_seen(model: Any) -> float:
     """Samples of the evaluation that has just ended, 0 if its `test_step` does not count them."""
     tracker = getattr(model, "_loss_tracker", None)
     return float(np.asarray(keras.ops.convert_to_numpy(tracker.count))) if tracker is not None else 0.0
-
-
-class _guard:
-    """Stands in for a train function between two `fit`: it holds an exchange's stash but nobody picks it up."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-
-    def __call__(self, *arguments: Any) -> Any:
-        raise HpsError(
-            "this model's optimizer was made by hps.DistributedOptimizer, but nothing exchanges its gradients here: "
-            "add hps.callbacks.ParameterServer() as the first callback of model.fit(...). train_on_batch is not "
-            "supported yet"
-        )
-
-
-def _unguarded(train_function: Any) -> Any:
-    return train_function.original if isinstance(train_function, _guard) else train_function

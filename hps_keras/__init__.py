@@ -58,7 +58,9 @@ from hps_keras.quantization.compression import Compression
 
 if TYPE_CHECKING:
     from hps_keras import callbacks, data, elastic, resources
+    from hps_keras.horovod.tape import DistributedGradientTape
     from hps_keras.optimizer import DistributedOptimizer
+    from hps_keras.worker.loop import training
 
 __version__ = "0.1.0.dev0"
 
@@ -72,6 +74,7 @@ __all__ = [
     "Average",
     "Compression",
     "ConfigurationError",
+    "DistributedGradientTape",
     "DistributedOptimizer",
     "ExchangeTimeout",
     "HpsError",
@@ -119,8 +122,16 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "training",
     "world_rank",
 ]
+
+
+_LATE = {
+    "DistributedGradientTape": "horovod.tape",
+    "DistributedOptimizer": "optimizer",
+    "training": "worker.loop",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -128,6 +139,6 @@ def __getattr__(name: str) -> Any:
     # for it.
     if name in ("callbacks", "data", "elastic", "resources"):
         return import_module(f"hps_keras.{name}")
-    if name == "DistributedOptimizer":
-        return import_module("hps_keras.optimizer").DistributedOptimizer
+    if name in _LATE:
+        return getattr(import_module(f"hps_keras.{_LATE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

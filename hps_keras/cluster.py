@@ -26,7 +26,7 @@ from hps_keras.errors import ConfigurationError, LaunchError
 from hps_keras.launching.mpi import expected_world_size
 from hps_keras.resources import affinity, available_cpus, memory_pools
 from hps_keras.settings import Settings, resolve_ranks
-from hps_keras.wire import Header, Kind, Patience, Wire
+from hps_keras.wire import Flag, Header, Kind, Patience, Wire
 
 logger = logging.getLogger("hps_keras")
 
@@ -46,6 +46,7 @@ class Cluster:
         link: A worker's line to the server (:class:`hps_keras.worker.link.Link`), once it has one.
         server: A parameter server's :class:`hps_keras.server.serving.Server`, once it serves.
         busy: What the process is in the middle of ("fit"), or None: an exit then is a failure.
+        trains: Whether `train_on_batch` has begun a training that ends with this process.
         memory_sharers: How many workers of this machine take from each of this process's pools of memory.
         nodes: The workers of each machine that has some, as world ranks; machines in the order of their first rank.
         process_sets: The numbers of the process sets in use, by the workers in them.
@@ -61,6 +62,7 @@ class Cluster:
     busy: str | None = None
     link: Any = None
     server: Any = None
+    trains: bool = False
     memory_sharers: Mapping[str, int] = field(default_factory=dict)
     nodes: tuple[tuple[int, ...], ...] = ((0,),)
     process_sets: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -218,6 +220,10 @@ def init(
     _end_together(cluster.name(own.rank))
     _add_sets(process_sets)
     atexit.register(_at_exit)
+    if cluster.is_server and settings.dedicated_server:
+        from hps_keras.server.dedicated import serve_to_the_end
+
+        serve_to_the_end(cluster)
 
 
 def _add_sets(process_sets: Any) -> None:
@@ -266,7 +272,7 @@ def _leave(cluster: Cluster) -> None:
     """Tells the server that this worker's process ends (without Keras, which must not be imported at exit)."""
     assert cluster.wire is not None
     dest = cluster.servers[0]
-    sending = cluster.wire.post(dest, Header(Kind.LEAVE))
+    sending = cluster.wire.post(dest, Header(Kind.LEAVE, Flag.STOP if cluster.trains else 0))
     cluster.wire.patience.until(sending.done, 10.0, lambda: f"{cluster.name(dest)} is gone already")
     cluster.wire.cancel()
 

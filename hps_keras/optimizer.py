@@ -25,7 +25,7 @@ from hps_keras.consistency import Consistency, overruled, resolve, with_server, 
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.layout import ParameterLayout
 from hps_keras.quantization.compression import Compressor, chosen_widths
-from hps_keras.worker import stash
+from hps_keras.worker import on_batch, stash
 
 logger = logging.getLogger("hps_keras")
 
@@ -266,6 +266,7 @@ def DistributedOptimizer(
     optimizer.__dict__["_hps"] = half
     object.__setattr__(optimizer, "__class__", _subclass(type(optimizer)))
     _alive.add(optimizer)
+    on_batch.let_train_on_batch_exchange()
     if optimizer.built:
         stash.make(optimizer)
     return optimizer

@@ -55,7 +55,8 @@ class Flag(IntEnum):
     asks for samples; UNTIMED, its time is not typical, because something was compiled; TRAVELS, the worker computes its
     next step meanwhile. Of an answer to such a push: DRAIN, push what was computed and wait, a forced sync has begun.
     Without a server, of a push: IDLE, this worker has ended its epoch and only takes part in the others' rounds; STOP,
-    it wants to end the training. Of an answer: IDLE, all have ended it.
+    it wants to end the training. Of an answer: IDLE, all have ended it. Of a LEAVE: STOP, the worker ends a training
+    outside `fit` with it.
     """
 
     FRESH = 1

@@ -178,6 +178,36 @@ class Step(ABC):
     def result(self) -> Any:
         """What the trainer expects its train function to return."""
 
+    # -- of loops that do not run through `run` --
+
+    def take(self, samples: int, state: Any) -> None:
+        """A loop of the script's own has made a step.
+
+        Args:
+            samples: Samples that it trained on.
+            state: On JAX the training state after it, or None where the variables hold it.
+
+        Raises:
+            ConfigurationError: A state that this back end does not have, or not the model's.
+        """
+        if state is not None:
+            raise ConfigurationError(
+                f"state={type(state).__name__} given to loop.step, but on {name()} variables hold the state: call "
+                "loop.step(samples)"
+            )
+        self.samples = samples
+
+    def give(self) -> Any:
+        """What :meth:`take` has taken, as it is after the exchange; None where the variables hold it."""
+        return None
+
+    def store(self) -> None:  # noqa: B027 - only JAX has a state beside the variables
+        """Writes what :meth:`take` has taken into the variables."""
+
+    def read(self) -> Any:
+        """The training state that the variables hold, on JAX."""
+        return None
+
     @abstractmethod
     def stash(self, optimizer: Any) -> Stash:
         """What the optimizer left behind in the last step."""

@@ -23,6 +23,7 @@ class BackendStep(Step):
         self._splits: dict[int, Callable[[np.ndarray], list[Any]]] = {}
         self._spare: list[Any] | None = None
         self._proven = 0  # the largest batch that fitted
+        self._given: Any = None
 
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:
         state, iterator = arguments
@@ -68,6 +69,49 @@ class BackendStep(Step):
 
     def result(self) -> Any:
         return self._logs, tuple(self._state)
+
+    def take(self, samples: int, state: Any) -> None:
+        self.samples = samples
+        self._given = state
+        if state is None:
+            self._state = list(self.read())
+            return
+        self._check(state)
+        self._state = list(state)
+
+    def _check(self, state: Any) -> None:
+        names = ("trainable_variables", "non_trainable_variables", "optimizer_variables")
+        own = (self.model.trainable_variables, self.model.non_trainable_variables, self.model.optimizer.variables)
+        if not isinstance(state, (tuple, list)) or len(state) < len(names):
+            raise ConfigurationError(f"state={type(state).__name__} of loop.step: give ({', '.join(names)})")
+        for name, values, variables in zip(names, state, own):
+            if len(values) != len(variables):
+                raise ConfigurationError(
+                    f"state of loop.step: {name} holds {len(values)} arrays, where the model and its optimizer have "
+                    f"{len(variables)}: begin with the state that loop.state gives inside the block"
+                )
+
+    def give(self) -> Any:
+        if self._given is None:
+            self._write(self.model.trainable_variables, self._state[0])
+            return None
+        kind = type(self._given)
+        return getattr(kind, "_make", kind)(self._state)
+
+    def store(self) -> None:
+        own = (self.model.trainable_variables, self.model.non_trainable_variables, self.model.optimizer.variables)
+        for variables, values in zip(own, self._state):
+            self._write(variables, values)
+
+    @staticmethod
+    def _write(variables: Sequence[Any], values: Sequence[Any]) -> None:
+        for variable, value in zip(variables, values):
+            if variable.value is not value:
+                variable.assign(value)
+
+    def read(self) -> Any:
+        own = (self.model.trainable_variables, self.model.non_trainable_variables, self.model.optimizer.variables)
+        return tuple([v.value for v in variables] for variables in own)
 
     def _place(self, optimizer: Any) -> tuple[Any, ...]:
         known = self._places.get(id(optimizer))

@@ -22,7 +22,7 @@ class BackendStep(Step):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._seen = int(model.__dict__["_hps_counter"].numpy())
+        self._seen = int(model.__dict__["_hps_counter"].numpy()) if "_hps_counter" in model.__dict__ else 0
         self._assign: dict[int, tuple[Any, Any]] = {}
         self._readers: dict[int, Any] = {}
         self._gradients: dict[int, list[Any]] = {}

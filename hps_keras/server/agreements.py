@@ -24,6 +24,7 @@ from hps_keras.errors import ConfigurationError, ProtocolError
 from hps_keras.horovod.reductions import as_array, combine, described, is_collective
 from hps_keras.layout import ParameterLayout, aligned_zeros, shapes_difference
 from hps_keras.quantization.codecs import coded_tensors
+from hps_keras.server.classes import adopt_backend
 from hps_keras.server.telemetry import Books
 from hps_keras.server.twins import Twins
 from hps_keras.wire import Header, Kind, Outbox
@@ -196,9 +197,10 @@ class Agreements:
         self._reply([rank for rank in values if rank != chief], None, [memory])
 
     def _declared(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
+        chief = min(values)
+        adopt_backend(values[chief]["backend"])  # before the next line imports Keras
         from hps_keras.server.update import ServerOptimizer
 
-        chief = min(values)
         descriptions = values[chief]["groups"]
         if not descriptions:
             raise ConfigurationError(

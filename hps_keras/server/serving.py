@@ -175,6 +175,9 @@ class Server:
             self._agreements.workers_changed()
             self._outbox.post(source, Header(Kind.REPLY), self._books.summary())
         elif header.kind == Kind.LEAVE:
+            if header.flags & Flag.STOP:
+                self._carry_out(self._coordinator.exit(worker, now))
+                self._agreements.workers_changed()
             self._carry_out(self._coordinator.leave(worker, now))
         else:
             raise ProtocolError(

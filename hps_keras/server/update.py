@@ -23,6 +23,7 @@ from hps_keras.layout import ParameterLayout, aligned_zeros
 from hps_keras.optimizer import known_classes
 from hps_keras.quantization.coding import WHOLE, ParameterCoder, Room
 from hps_keras.quantization.precision import EXACT
+from hps_keras.server.classes import find_classes
 from hps_keras.server.fused import FusedUpdater, fits, keras_class
 from hps_keras.slots import slots_of
 
@@ -394,13 +395,15 @@ def _can_be_flat(optimizer: Any, description: dict[str, Any], layout: ParameterL
 
 
 def _deserialize(description: dict[str, Any]) -> tuple[Any, list[Any]]:
-    known = known_classes()
+    known = find_classes(description.get("classes", ())) | known_classes()
     try:
         constraints = [c and keras.constraints.deserialize(c, known) for c in description["constraints"]]
         return keras.optimizers.deserialize(description["optimizer"], known), constraints
     except (TypeError, ValueError, ImportError) as error:
         raise ConfigurationError(
-            "the parameter server cannot rebuild the workers' optimizer: decorate its class (and those of constraints) "
-            "with @keras.saving.register_keras_serializable(), in a module that this process imports too. Keras says: "
+            "the parameter server cannot rebuild the workers' optimizer: put its class (and those of constraints) into "
+            "a module of its own that this process can import, or decorate it with "
+            "@keras.saving.register_keras_serializable() in a module that this process imports too; of the script "
+            "itself a dedicated server has run only what stands above hps.init(). Keras says: "
             f"{error}"
         ) from error

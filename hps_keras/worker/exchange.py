@@ -1,8 +1,9 @@
 """The worker's side of the exchange: push gradients, pull parameters, agree with the others.
 
-:class:`Exchange` lives as long as one `fit`: it brings the model into step with the others at the beginning, exchanges
-after every training step, and synchronises at the end of every epoch. The callback
-(:mod:`hps_keras.callbacks.parameter_server`) decides when; the server decides what becomes of it.
+:class:`Exchange` lives as long as one `fit`, or one loop of the script's own: it brings the model into step with the
+others at the beginning, exchanges after every training step, and synchronises at the end of every epoch. The callback
+(:mod:`hps_keras.callbacks.parameter_server`) or the loop (:mod:`hps_keras.worker.loop`) decides when; the server
+decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hps_keras.worker.group import Group
 from hps_keras.worker.inventory import asked_resizing, moving_variables, ownership
 from hps_keras.worker.link import Link
 from hps_keras.worker.pushes import Pushes
+from hps_keras.worker.stash import applied_since
 from hps_keras.worker.training import Training, count
 
 logger = logging.getLogger("hps_keras")
@@ -51,7 +53,7 @@ class Exchange:
         self.metrics: dict[str, float] = {}  # of the last epoch's exchange, over all workers
         self.last_seconds, self.last_samples = 0.0, 0
         self._answered: float | None = None  # when the last step ended; what comes since is the next one's time
-        self._started = False
+        self.started = False
         self._moving: tuple[list[tuple[Any, np.ndarray]], np.ndarray] = ([], np.zeros(0, np.uint8))
         wrapping.disguise_containers(model)
         self._steps: dict[int, int] = {}
@@ -110,7 +112,7 @@ class Exchange:
 
     def start(self) -> None:
         """Gives this model the chief's weights, and declares its optimizer when that needs no first step."""
-        self._started = True
+        self.started = True
         weights = self.model.weights
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in weights])
         names = [[v.path, *entry] for v, entry in zip(weights, described)]
@@ -152,6 +154,7 @@ class Exchange:
                 states.append(memory)
             half.state = None
         value = {"groups": bodies, "living": wrapping.living_tokens(), "bits": self._asked_bits()}
+        value["backend"] = backends.name()
         text, _ = self.link.gather("declare", value, payload=[*payload, *states])
         for group, version, token in zip(self.training.groups, text["versions"], text["tokens"]):
             group.version = version
@@ -173,15 +176,33 @@ class Exchange:
 
     def run(self, step: backends.Step, train_function: Any, arguments: Sequence[Any]) -> Any:
         """One training step: Keras's own, then the exchange; returns what the trainer expects."""
-        if not self._started:
+        if not self.started:
             backends.build(self.model, arguments)
             self.start()
         began = time.perf_counter()
-        since = began if self._answered is None else self._answered
         self.training.begin(step, train_function, arguments)
+        self._declare_trained(step)
+        self.training.finish(step, train_function, arguments)
+        self._exchange(step, began)
+        return step.result()
+
+    def stepped(self, step: backends.Step, samples: int) -> None:
+        """Exchanges after a step that a loop of the script's own has made on so many samples."""
+        began = time.perf_counter() if self._answered is None else self._answered
+        self.training.took(samples)
+        self._declare_trained(step)
+        self._exchange(step, began)
+
+    def resume_clock(self) -> None:
+        """The time of the next step begins now."""
+        self._answered = time.perf_counter()
+
+    def _declare_trained(self, step: backends.Step) -> None:
         if not self.training.groups:
             self._declare({id(o): step.stash(o).present for o in wrapping.wrapped_in(self.model) if o.built})
-        self.training.finish(step, train_function, arguments)
+
+    def _exchange(self, step: backends.Step, began: float) -> None:
+        since = began if self._answered is None else self._answered
         self.last_samples = self.training.samples
         self.samples += self.last_samples
         now = time.perf_counter()
@@ -190,13 +211,12 @@ class Exchange:
             if late.built:
                 raise ConfigurationError(
                     f"optimizer {late.name!r} was applied for the first time after the first training step, when the "
-                    "server knew nothing of it: build it before fit, e.g. "
+                    "server knew nothing of it: build it before training begins, e.g. "
                     "optimizer.build(generator.trainable_variables)"
                 )
         self.pushes.exchange(step, now - since)
         self.training.prepare()
         self._answered = time.perf_counter()
-        return step.result()
 
     # -- the ends --
 
@@ -252,6 +272,11 @@ class Exchange:
         self._begin_pass(text["leases"])
         return bool(text["stop"])
 
+    def unexchanged(self) -> dict[str, int]:
+        """How often optimizers have been applied since their last exchange, by name; none that has not."""
+        since = {g.optimizer.name: applied_since(g.count, count(g.optimizer)) for g in self.training.groups}
+        return {name: times for name, times in since.items() if times}
+
     def _share_changes(self, gather: str, body: dict[str, Any]) -> Any:
         """Gathers with all others, and gives all of them the chief's weights if callbacks have changed some since."""
         changed = [pair for pair in self._common() if _differs(*pair)]
@@ -278,11 +303,15 @@ class Exchange:
         return variables, wire.unbundle(body["slots"], empty if memory is None else memory)
 
     def exit(self) -> dict[str, Any]:
-        """Leaves `fit`; returns the server's summary of it."""
+        """Leaves `fit` with all others; returns the server's summary of it."""
         if self.training.feed is not None:
             self.training.feed.close()
         if self.training.groups:  # not after a `fit` of no epoch
             self._share_changes("end", {})
+        return self.leave()
+
+    def leave(self) -> dict[str, Any]:
+        """Leaves, paused, whatever the others do; returns the server's summary."""
         for group in self.training.groups:
             half = group.optimizer.__dict__["_hps"]
             if self.server_returns:  # nobody will answer a later save

@@ -68,6 +68,10 @@ class Training:
         self.timed, self.samples = True, 0
         self._train(step, train_function, arguments)
 
+    def took(self, samples: int) -> None:
+        """A loop of the script's own has made a step."""
+        self.timed, self.samples = True, samples
+
     def finish(self, step: backends.Step, train_function: Any, arguments: Sequence[Any]) -> None:
         """Runs it on the other pieces, if there are some, and adds their gradients up: they are one step."""
         while self.feed is not None and self.feed.more:

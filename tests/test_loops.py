@@ -1,0 +1,274 @@
+"""Training outside `fit` on real ranks: loops of the script's own on each back end, and `train_on_batch`."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import run
+
+import hps_keras as hps
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
+
+SHARES = (12, 4)
+TOLERANCE = 1e-5
+
+
+# -- inside the ranks --
+
+
+def _step(model, optimizer):
+    """Returns a function of a batch that applies its gradient, as scripts for each back end write it."""
+    import keras
+    from models import classification
+
+    loss = classification()
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        @tf.function
+        def on_tensorflow(x, y):
+            with tf.GradientTape() as tape:
+                value = loss(y, model(x, training=True))
+            optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+            return value
+
+        return on_tensorflow
+
+    import torch
+
+    def on_torch(x, y):
+        model.zero_grad()
+        loss(torch.from_numpy(y), model(x, training=True)).backward()
+        gradients = [v.value.grad for v in model.trainable_variables]
+        with torch.no_grad():
+            optimizer.apply(gradients, model.trainable_variables)
+
+    return on_torch
+
+
+def _jax_step(model, optimizer):
+    import jax
+    from models import classification
+
+    loss = classification()
+
+    def compute(trainable, other, x, y):
+        predicted, other = model.stateless_call(trainable, other, x, training=True)
+        return loss(y, predicted), other
+
+    @jax.jit
+    def step(state, x, y):
+        trainable, other, slots = state
+        gradients, other = jax.grad(compute, has_aux=True)(trainable, other, x, y)
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return trainable, other, slots
+
+    return step
+
+
+def _batches(shares=SHARES, rank=None):
+    """This worker's part of each batch, or the whole batches."""
+    from models import STEPS, arrays, part
+
+    x, y = arrays(sum(shares))
+    if rank is not None:
+        x, y = part(x, shares, rank), part(y, shares, rank)
+    return list(zip(x.reshape(STEPS, -1, *x.shape[1:]), y.reshape(STEPS, -1)))
+
+
+def _loop(model, optimizer, batches, loop=None, sync_after=None):
+    """Trains on batches, with the exchange of `loop` or plainly."""
+    import keras
+
+    jax = keras.backend.backend() == "jax"
+    step = _jax_step(model, optimizer) if jax else _step(model, optimizer)
+    if jax and loop is None:
+        optimizer.build(model.trainable_variables)
+        own = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+        state = tuple([v.value for v in variables] for variables in own)
+    elif jax:
+        state = loop.state
+    for number, (x, y) in enumerate(batches, 1):
+        if jax:
+            state = step(state, x, y)
+        else:
+            step(x, y)
+        if loop is not None and jax:
+            state = loop.step(len(x), state)
+        elif loop is not None:
+            loop.step(len(x))
+        if loop is not None and number == sync_after:
+            state = loop.sync(state) if jax else loop.sync()
+    if jax and loop is None:
+        for variables, values in zip(own, state):
+            for variable, value in zip(variables, values):
+                variable.assign(value)
+
+
+def _model(number=0, normalized=False):
+    import keras
+    from models import dense, seed
+
+    seed(number)
+    model = dense()
+    if normalized:
+        model = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), model])
+    return model
+
+
+def _momentum():
+    import keras
+
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def own_loop():
+    """Two blocks after each other, with a sync in the first, against one large batch by plain Keras."""
+    from models import difference, digest
+
+    me = hps.rank()
+    model, optimizer = _model(me), hps.DistributedOptimizer(_momentum())
+    with hps.training(model, optimizer) as first:
+        _loop(model, optimizer, _batches(rank=me), first, sync_after=4)
+    between = digest(model)
+    with hps.training(model, optimizer) as second:
+        _loop(model, optimizer, _batches(rank=me), second)
+    found = {"between": between, "digest": digest(model), "summary": str(second.summary)}
+    found["updates"] = [first.summary.updates, second.summary.updates]
+    found["iterations"] = int(optimizer.iterations)
+    if me == 0:
+        plain = _model(0)
+        slow = _momentum()
+        _loop(plain, slow, _batches() + _batches())
+        found["difference"] = difference(model.weights, plain.weights)
+    return found
+
+
+def uneven():
+    """Workers make different numbers of steps, asynchronously and in rounds; statistics are averaged."""
+    from models import digest, numbers
+
+    found = {}
+    me = hps.rank()
+    for name in ("bsp", "wasp:3"):
+        model, optimizer = _model(me, normalized=True), hps.DistributedOptimizer(_momentum(), consistency=name)
+        with hps.training(model, optimizer) as loop:
+            _loop(model, optimizer, _batches(rank=me)[: 10 - 4 * me], loop)
+        found[name] = {
+            "digest": digest(model),
+            "statistics": float(abs(numbers(model.non_trainable_variables[:1])[0]).max()),
+            "steps": [w["steps"] for w in loop.summary.workers],
+        }
+    return found
+
+
+def on_batch():
+    """`train_on_batch` alone: the only lines are init and DistributedOptimizer; then in a block, then `fit`."""
+    from models import classification, difference, digest
+
+    me = hps.rank()
+    model = _model(me)
+    model.compile(hps.DistributedOptimizer(_momentum()), classification())
+    for x, y in _batches(rank=me):
+        model.train_on_batch(x, y)
+    hps.broadcast_variables(model.variables, root_rank=0)
+    found = {"alone": digest(model)}
+    with hps.training(model):
+        for x, y in _batches(rank=me):
+            model.train_on_batch(x, y)
+    found["block"] = digest(model)
+    if me == 0:
+        plain = _model(0)
+        plain.compile(_momentum(), classification())
+        for x, y in _batches() + _batches():
+            plain.train_on_batch(x, y)
+        found["difference"] = difference(model.weights, plain.weights)
+    for x, y in _batches(rank=me)[:2]:
+        model.train_on_batch(x, y)  # ends where fit begins
+    x, y = _batches(rank=me)[0]
+    model.fit(x, y, epochs=1, verbose=0, callbacks=[hps.callbacks.ParameterServer()])
+    found["fit"] = digest(model)
+    return found
+
+
+def refusals():
+    """What cannot be is refused with a remedy, before anything is sent."""
+    import keras
+
+    def error(call):
+        try:
+            call()
+        except hps.HpsError as found:
+            return str(found)
+        return None
+
+    model, wrapped = _model(), hps.DistributedOptimizer(_momentum())
+    found = {
+        "no model": error(lambda: hps.training("model", wrapped)),
+        "no optimizer": error(lambda: hps.training(model).__enter__()),
+        "plain": error(lambda: hps.training(model, _momentum()).__enter__()),
+        "closed": error(lambda: hps.training(model, wrapped).step(1)),
+        "not attached": error(
+            lambda: wrapped.apply([v * 0 for v in model.trainable_variables], model.trainable_variables)
+        ),
+    }
+    with hps.training(model, wrapped) as loop:
+        found["samples"] = error(lambda: loop.step(-1))
+        found["nested"] = error(lambda: hps.training(model, wrapped).__enter__())
+        if keras.backend.backend() != "jax":
+            found["state"] = error(lambda: loop.step(1, ([], [], [])))
+        else:
+            found["state"] = error(lambda: loop.step(1, ([], [], [])))
+    return found
+
+
+# -- on both sides --
+
+
+@pytest.fixture(scope="module")
+def trained(backend):
+    return run(
+        [own_loop, uneven, on_batch, refusals],
+        3,
+        init={"dedicated_server": True},
+        env={"KERAS_BACKEND": backend},
+        timeout=600,
+    )
+
+
+def test_server_runs_nothing_after_init(trained):
+    assert all(set(results) == {0, 1} for results in trained.results.values())
+
+
+def test_own_loop_is_one_large_batch(trained):
+    one, other = (trained.results["own_loop"][rank] for rank in (0, 1))
+    assert one["difference"] < TOLERANCE
+    assert one["digest"] == other["digest"] and one["between"] == other["between"] != one["digest"]
+    assert one["updates"] == [[10], [10]] and one["iterations"] == other["iterations"] == 20
+    assert "BSP, 2 workers, 10 updates" in one["summary"]
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "wasp:3"])
+def test_workers_with_unequal_numbers_of_steps_end_equal(trained, consistency):
+    one, other = (trained.results["uneven"][rank][consistency] for rank in (0, 1))
+    assert one["steps"] == [10, 6]
+    assert one["digest"] == other["digest"]
+    assert one["statistics"] == other["statistics"] > 0
+
+
+def test_train_on_batch_exchanges_by_itself(trained):
+    one, other = (trained.results["on_batch"][rank] for rank in (0, 1))
+    assert one["difference"] < TOLERANCE
+    for name in ("alone", "block", "fit"):
+        assert one[name] == other[name]
+    assert len({one["alone"], one["block"], one["fit"]}) == 3
+
+
+def test_what_cannot_be_is_refused(trained):
+    said = trained.results["refusals"][0]
+    assert "model='model'" in said["no model"]
+    assert "no optimizer" in said["no optimizer"] and "DistributedOptimizer" in said["plain"]
+    assert "outside of its block" in said["closed"]
+    assert "hps.training(model, optimizer)" in said["not attached"]
+    assert "samples=-1" in said["samples"] and "did not end" in said["nested"]
+    assert "state" in said["state"]
