@@ -94,7 +94,7 @@ def steps_on_a_rank(arguments: argparse.Namespace) -> None:
         models[overlap] = keras.Sequential(
             [keras.Input((784,)), keras.layers.Dense(300, activation="relu"), keras.layers.Dense(10)]
         )
-        wrapped = hps.DistributedOptimizer(keras.optimizers.SGD(0.001), "bsp", overlap=overlap)
+        wrapped = hps.DistributedOptimizer(keras.optimizers.SGD(0.001), consistency="bsp", overlap=overlap)
         models[overlap].compile(wrapped, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         emulate(models[overlap], 1.0, lambda: device[0], 0.0, 1)  # type: ignore[arg-type, return-value]
 
@@ -151,7 +151,7 @@ def accuracy_on_a_rank(arguments: argparse.Namespace) -> None:
         model_name, overlap = case
         keras.utils.set_random_seed(seed)
         optimizer = keras.optimizers.SGD(rate, momentum=MOMENTUM)
-        model = compiled(hps.DistributedOptimizer(optimizer, model_name, overlap=overlap))
+        model = compiled(hps.DistributedOptimizer(optimizer, consistency=model_name, overlap=overlap))
         elastic = hps.data.ElasticDataset(*data, batch_size=BATCH, seed=seed)
         server = hps.callbacks.ParameterServer(return_on_server=True)
         model.fit(elastic, epochs=epochs, verbose=0, callbacks=[server])

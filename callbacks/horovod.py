@@ -13,6 +13,8 @@ from hps_keras.callbacks.carrier import Carrier
 from hps_keras.callbacks.parameter_server import bring_server
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
+from hps_keras.optimizer import wrapped_in
+from hps_keras.worker.local import check_variable, ids_in
 
 
 class BroadcastGlobalVariablesCallback(Carrier):
@@ -21,10 +23,11 @@ class BroadcastGlobalVariablesCallback(Carrier):
     Args:
         root_rank: 0, the chief: its weights, optimizer state and epoch are those that all take.
         device: Taken for Horovod's sake: what is sent goes through the memory of the host.
-        local_variables: None or empty: all workers hold the same weights.
+        local_variables: Variables that each worker keeps to itself, see :meth:`register_local_var`.
 
     Raises:
-        ConfigurationError: Another `root_rank`, or local variables.
+        ConfigurationError: Another `root_rank`, or a local variable that is none. In `fit`: a local variable whose
+            gradients are exchanged.
 
     Example:
         >>> model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])   # doctest: +SKIP
@@ -38,22 +41,45 @@ class BroadcastGlobalVariablesCallback(Carrier):
                 "optimizer's state and the epoch of worker 0; let that one load the checkpoint, and give 0"
             )
         self.root_rank, self.device = root_rank, _ignored_device(device)
+        self._local: list[Any] = []
         if hasattr(local_variables, "assign"):  # Horovod takes a single variable, too
             self.register_local_var(local_variables)
         for variable in local_variables or ():
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Is refused: no variable can have another value on each worker.
+        """Keeps a variable out of the broadcast: each worker goes on with its own value.
+
+        Register a trainable one with the optimizer, too (``optimizer.register_local_var``, or
+        :func:`hps_keras.PartialDistributedOptimizer`): what the server holds of it would replace all workers' values.
 
         Raises:
-            ConfigurationError: Always.
+            ConfigurationError: It is no Keras variable.
         """
-        raise ConfigurationError(
-            f"local variable {getattr(var, 'path', getattr(var, 'name', var))!r}: all workers hold the same weights "
-            "here, so none can stay local; leave it out of local_variables, and keep what differs between workers "
-            "outside the model"
-        )
+        check_variable(var)
+        self._local.append(var)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Looks at the local variables, before anything is broadcast.
+
+        Raises:
+            ConfigurationError: The gradients of one are exchanged.
+        """
+        if self.server is None or not self._local:
+            return
+        optimizers = wrapped_in(self.model)
+        alone = ids_in(optimizers)
+        for variable in self._local:
+            if id(variable) in alone:
+                continue
+            if variable.trainable:
+                raise ConfigurationError(
+                    f"local variable {variable.path!r} of BroadcastGlobalVariablesCallback: its gradients are "
+                    "exchanged, so that the server's value would replace each worker's own; call "
+                    "optimizer.register_local_var(variable) too, or use hps.PartialDistributedOptimizer"
+                )
+            for optimizer in optimizers[:1]:
+                optimizer.__dict__["_hps"].local.add(variable)
 
 
 class MetricAverageCallback(Carrier):

@@ -9,6 +9,7 @@ import keras
 
 from hps_keras import cluster
 from hps_keras.callbacks.carrier import Carrier
+from hps_keras.consistency import BSP
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
 from hps_keras.optimizer import inside
@@ -27,7 +28,9 @@ class LearningRateScheduleCallback(Carrier):
         staircase: True sets the rate when an epoch begins. False sets it before each batch, and the function gets the
             epoch with a fraction: epoch + batch / steps_per_epoch, with an ElasticDataset the share of the epoch's
             samples that all workers together have taken.
-        momentum_correction: Taken for Horovod's sake; has no effect and says so once, see :meth:`on_train_begin`.
+        momentum_correction: Whether the velocity of momentum (SGD, RMSprop) follows the rate: in the step in which the
+            rate changes from r to r', it is multiplied by r'/r (Goyal 2017), as momentum times r'/r would do in that
+            step. On the parameter server, in BSP; elsewhere it has no effect, which is said once.
         steps_per_epoch: Steps of this worker in an epoch; None takes what Keras knows.
 
     Raises:
@@ -68,17 +71,13 @@ class LearningRateScheduleCallback(Carrier):
         if factor not in (0.0, 1.0):
             say_once(
                 f"LearningRateScheduleCallback(multiplier={factor:g}) multiplies initial_lr by {factor:g} in all its "
-                f"epochs, as Horovod's documentation and examples have it; Horovod 0.23 to 0.28 take its powers, epoch "
-                f"by epoch: for these write multiplier=lambda epoch: {factor:g} ** (epoch - start_epoch)"
+                f"epochs, as Horovod's documentation and examples have it; Horovod 0.28.1 takes its powers, epoch by "
+                f"epoch: for these write multiplier=lambda epoch: {factor:g} ** (epoch - start_epoch)"
             )
         return lambda epoch: factor
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Looks at the optimizer, and for the number of steps.
-
-        Corrected momentum would be another momentum for the steps in which the rate changes. In Keras 3 it is a
-        constant of the compiled step, and here it is the server's: neither can follow.
-        """
+        """Looks at the optimizer, and for the number of steps."""
         optimizers = [self.model.optimizer, *inside(self.model.optimizer)]
         for rate in (optimizer._learning_rate for optimizer in optimizers):
             if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
@@ -86,13 +85,31 @@ class LearningRateScheduleCallback(Carrier):
                     f"{type(self).__name__} cannot set the learning rate, which is a {type(rate).__name__}: give the "
                     "optimizer a number"
                 )
-        if self.momentum_correction and any(getattr(optimizer, "momentum", 0) for optimizer in optimizers):
-            say_once(
-                f"{type(self).__name__}(momentum_correction=True): momentum stays as it is when the learning rate "
-                "changes, since Keras 3 cannot change it during training; give False to have Horovod do the same"
-            )
+        if self.momentum_correction:
+            for optimizer in optimizers:
+                self._correct_momentum(optimizer)
         if not self.staircase:
             self._steps = self.steps_per_epoch or self._known_steps()
+
+    def _correct_momentum(self, optimizer: Any) -> None:
+        half = vars(optimizer).get("_hps")
+        if not getattr(optimizer, "momentum", 0):
+            return
+        rounds = half is not None and isinstance(half.consistency, BSP) and self.server is not None
+        if rounds and isinstance(optimizer, (keras.optimizers.SGD, keras.optimizers.RMSprop)):
+            half.momentum_correction = True
+            return
+        say_once(
+            f"{type(self).__name__}(momentum_correction=True): momentum stays as it is when the learning rate changes, "
+            "since only a parameter server corrects it, in BSP, for SGD and RMSprop; give False to have Horovod do the "
+            "same"
+        )
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """The next `fit` may have no such callback."""
+        for optimizer in [self.model.optimizer, *inside(self.model.optimizer)]:
+            if "_hps" in vars(optimizer):
+                vars(optimizer)["_hps"].momentum_correction = False
 
     def _known_steps(self) -> float:
         steps = self.server.steps if self.server is not None else self.params.get("steps")

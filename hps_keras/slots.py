@@ -53,17 +53,17 @@ def saved_values(optimizer: Any) -> Iterator[np.ndarray]:
         yield from half.state
         return
     plain = _plain_built(optimizer, range(len(optimizer._trainable_variables)))
+    slots = _keyed(slots_of(plain))
     given: dict[int, np.ndarray] = {}
-    if half.fetch is not None:
-        owned, values = half.fetch()
-        slots = _keyed(slots_of(plain))
-        given = {id(slots[key]): value for key, value in zip(_keyed(slots_of(_plain_built(optimizer, owned))), values)}
+    # The server's come last: what all variables share (a product of Nadam) is the exchanged ones'.
+    for owned, values in [half.local.state(), *([half.fetch()] if half.fetch is not None else [])]:
+        given |= {id(slots[key]): value for key, value in zip(_keyed(slots_of(_plain_built(optimizer, owned))), values)}
     for variable in set_aside(plain):
         yield given[id(variable)] if id(variable) in given else ops.convert_to_numpy(variable)
 
 
 def state_to_send(optimizer: Any, variables: Sequence[int]) -> list[np.ndarray] | None:
-    """The slots that exist already (from a file) of the variables (indices) that the server will own, or None.
+    """The slots that exist already (from a file) of some of the variables (indices), or None.
 
     Raises:
         ConfigurationError: They are another optimizer's.

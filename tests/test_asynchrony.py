@@ -43,7 +43,7 @@ def dense(consistency, optimizer=None):
     keras.utils.set_random_seed(5 + hps.rank())
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)])
     model.compile(
-        hps.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.004, momentum=0.9), consistency),
+        hps.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.004, momentum=0.9), consistency=consistency),
         "mse",
         metrics=["mae"],
         run_eagerly=keras.backend.backend() != "jax",

@@ -70,7 +70,7 @@ def noting(inputs, do=lambda step: None):
 def compiled(model, consistency=None):
     import keras
 
-    optimizer = hps.DistributedOptimizer(keras.optimizers.SGD(0.0), consistency)
+    optimizer = hps.DistributedOptimizer(keras.optimizers.SGD(0.0), consistency=consistency)
     model.compile(optimizer, "mse", run_eagerly=True, jit_compile=False)
     return model
 
@@ -542,7 +542,7 @@ def compiled_step():
     from hps_keras.data.dataset import ElasticDataset
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
-    model.compile(hps.DistributedOptimizer(keras.optimizers.SGD(0.0), "asp"), "mae")
+    model.compile(hps.DistributedOptimizer(keras.optimizers.SGD(0.0), consistency="asp"), "mae")
     data = ElasticDataset(numbers(201), numbers(201), batch_size=8)
     history = model.fit(data, epochs=3, verbose=0, callbacks=[server_returns()])
     return [float(v) for v in history.history.get("loss", [])]

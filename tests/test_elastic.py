@@ -21,7 +21,7 @@ def dense(optimizer=None, consistency=None, built=True):
 
     layers = [keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers] if built else layers)
-    optimizer = hps.DistributedOptimizer(optimizer or keras.optimizers.Adam(0.05), consistency)
+    optimizer = hps.DistributedOptimizer(optimizer or keras.optimizers.Adam(0.05), consistency=consistency)
     model.compile(optimizer, "mse")
     return model
 
@@ -131,7 +131,7 @@ def in_the_middle():
     import numpy as np
 
     keras.utils.set_random_seed(3)
-    optimizer = hps.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), "asp", overlap=True)
+    optimizer = hps.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), consistency="asp", overlap=True)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(optimizer, "mse")
     state = hps.elastic.KerasState(model, batch=0, epoch=0)

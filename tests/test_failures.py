@@ -95,7 +95,7 @@ def fit(*callbacks, steps=4, units=3, optimizer=None, consistency=None, ours=Tru
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dense(1)])
     optimizer = optimizer or keras.optimizers.SGD(0.01)
-    model.compile(hps.DistributedOptimizer(optimizer, consistency), "mse")
+    model.compile(hps.DistributedOptimizer(optimizer, consistency=consistency), "mse")
     x = np.ones((8 * steps, 4), "float32")
     given = (x, x[:, :1]) if data is None else (data,)
     ours = [hps.callbacks.ParameterServer()] if ours else []

@@ -30,7 +30,7 @@ def dense(*, optimizer=None, consistency=None, loss="mse", metrics=(), middle=()
     model = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(6, activation="tanh"), *middle, keras.layers.Dense(1)]
     )
-    optimizer = hps.DistributedOptimizer(optimizer or keras.optimizers.Adam(0.01), consistency)
+    optimizer = hps.DistributedOptimizer(optimizer or keras.optimizers.Adam(0.01), consistency=consistency)
     model.compile(optimizer, loss, metrics=list(metrics), run_eagerly=eager)
     return model
 
@@ -570,7 +570,7 @@ def linear(consistency=None):
     import keras
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-    optimizer = hps.DistributedOptimizer(keras.optimizers.SGD(0.5), consistency)
+    optimizer = hps.DistributedOptimizer(keras.optimizers.SGD(0.5), consistency=consistency)
     model.compile(optimizer, lambda y, p: keras.ops.mean(p, axis=-1), run_eagerly=True)
     return model
 

@@ -25,7 +25,7 @@ def dense(optimizer=None, consistency=None):
     import keras
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
-    optimizer = hps.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.05), consistency)
+    optimizer = hps.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.05), consistency=consistency)
     model.compile(optimizer, "mse", metrics=["mae"])
     return model
 

@@ -86,8 +86,6 @@ CASES = [
         name,
         parameters,
         id=f"{module.removeprefix('hps_keras').lstrip('.') or 'hps'}.{name}",
-        # Its further arguments come with another part of this work.
-        marks=[pytest.mark.xfail(strict=True)] if name == "DistributedOptimizer" else [],
     )
     for module, kind, name, parameters, _ in NAMES
 ]

@@ -83,7 +83,7 @@ def _both(consistency, rate, rate_alone, momentum, data, options):
     workers = hps.size()
     keras.utils.set_random_seed(1 + hps.rank())
     steps = epochs * -(-len(y) // (BATCH * workers))
-    model = _compiled(hps.DistributedOptimizer(_sgd(rate, steps, momentum), consistency))
+    model = _compiled(hps.DistributedOptimizer(_sgd(rate, steps, momentum), consistency=consistency))
     ps = hps.callbacks.ParameterServer()
     model.fit(*data, epochs=epochs, verbose=0, callbacks=[ps], **options)
     if hps.rank() > 0:
@@ -116,7 +116,7 @@ def synchronous_runs():
     digests = []
     for seed, late in ((1, 0), (1, hps.size() - 1), (2, 0)):
         keras.utils.set_random_seed(10 * seed + hps.rank())
-        model = _compiled(hps.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), hps.BSP()))
+        model = _compiled(hps.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), consistency=hps.BSP()))
         callbacks = [hps.callbacks.ParameterServer()]
         if hps.rank() == late:  # gradients arrive in another order; the sums must not notice
             callbacks.append(keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: time.sleep(0.01)))

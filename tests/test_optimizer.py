@@ -343,7 +343,7 @@ def same_object():
         "the rate can be set": abs(float(sgd.learning_rate) - 0.25) < 1e-6 and sgd._learning_rate is variable,
         "the rate of a schedule cannot": _refuses(lambda: setattr(scheduled, "learning_rate", 0.1), "not settable"),
         "a name is no optimizer": _refuses(lambda: hps.DistributedOptimizer("adam"), "wraps a Keras optimizer object"),
-        "no consistency": _refuses(lambda: hps.DistributedOptimizer(o.SGD(0.1), "bps"), "bps"),
+        "no consistency": _refuses(lambda: hps.DistributedOptimizer(o.SGD(0.1), consistency="bps"), "bps"),
         "unbuilt apply": _refuses(
             lambda: hps.DistributedOptimizer(o.SGD(0.1)).apply(gradients), "must already be built"
         ),

@@ -221,7 +221,7 @@ def model_of(consistency, optimizer=None, **options):
     keras.utils.set_random_seed(5 + hps.rank())
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)])
     optimizer = optimizer or keras.optimizers.SGD(0.02, momentum=0.9)
-    wrapped = hps.DistributedOptimizer(optimizer, consistency, **{"overlap": True} | options)
+    wrapped = hps.DistributedOptimizer(optimizer, consistency=consistency, **{"overlap": True} | options)
     model.compile(wrapped, "mse", run_eagerly=keras.backend.backend() != "jax")
     return model
 
@@ -242,7 +242,7 @@ def delayed():
 
     def train(text):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)])
-        wrapped = hps.DistributedOptimizer(keras.optimizers.SGD(0.05), text, overlap=True)
+        wrapped = hps.DistributedOptimizer(keras.optimizers.SGD(0.05), consistency=text, overlap=True)
         model.compile(wrapped, "mse", run_eagerly=keras.backend.backend() != "jax")
         kept = []
         keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda e, logs: kept.append(model.get_weights()[0].tolist()))
@@ -317,7 +317,9 @@ def asp_with_few_bits():
     model = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(300), keras.layers.Dense(300), keras.layers.Dense(1)]
     )
-    wrapped = hps.DistributedOptimizer(keras.optimizers.SGD(0.001), "asp", push_bits=4, pull_bits=4, overlap=True)
+    wrapped = hps.DistributedOptimizer(
+        keras.optimizers.SGD(0.001), consistency="asp", push_bits=4, pull_bits=4, overlap=True
+    )
     model.compile(wrapped, "mse", run_eagerly=keras.backend.backend() != "jax")
     server = hps.callbacks.ParameterServer()
     history = model.fit(hps.data.ElasticDataset(*samples(130), batch_size=4), epochs=2, verbose=0, callbacks=[server])

@@ -21,7 +21,7 @@ number are gathers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from hps_keras.batches.shares import BatchSizes
@@ -69,8 +69,7 @@ class Coordinator:
         self._asking: set[int] = set()
         self._attendance = Attendance()
         self._pacing: Pacing = Rounds([], self._attendance)
-        self._plan = Plan()
-        self._chief = 0
+        self._plan, self._chief = Plan(), 0
         self._gathers: dict[tuple[str, int], dict[int, Any]] = {}
         self._stop = False
         self._logged_at = now
@@ -116,10 +115,11 @@ class Coordinator:
 
     # -- events --
 
-    def define(self, versions: Iterable[int], consistency: Consistency) -> None:
-        """Sets up the groups of this `fit`, one per optimizer, at the versions given, and the consistency model."""
+    def define(self, versions: Iterable[int], consistency: Consistency, summed: Collection[int] = ()) -> None:
+        """Sets up this `fit`: a group per optimizer, at these versions, those with `summed` gradients; the model."""
         self.consistency = self._plan.follow(consistency)
-        self._pacing = pacing(self.consistency, [Group(v, self._plan.mean) for v in versions], self._attendance)
+        groups = [Group(v, self._plan.mean, index in summed) for index, v in enumerate(versions)]
+        self._pacing = pacing(self.consistency, groups, self._attendance)
         for worker in self._workers:
             worker.sent.clear()
 

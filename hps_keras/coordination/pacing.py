@@ -25,11 +25,13 @@ class Group:
     Attributes:
         version: Updates so far.
         mean: b_mean where it is known; None: the mean of the largest batch that each worker has pushed.
+        summed: Whether the gradients of a round are added up as they are, instead of averaged by samples.
         since_sync: Pushes applied since the last forced sync.
     """
 
     version: int
     mean: float | None = None
+    summed: bool = False
     since_sync: int = 0
     _largest: dict[int, int] = field(default_factory=dict)
     _sum: int = 0
@@ -144,7 +146,8 @@ class Rounds(Pacing):
             self._places[index] += 1
             if push.samples and push.worker not in taken:
                 reference = next(iter(taken.values()), push)
-                decisions.append(Take(push, push.samples / reference.samples, first=not taken))
+                factor = 1.0 if self.groups[index].summed else push.samples / reference.samples
+                decisions.append(Take(push, factor, first=not taken))
                 taken[push.worker] = push
         return decisions
 
@@ -155,7 +158,7 @@ class Rounds(Pacing):
         group = self.groups[index]
         group.version += 1
         # Payloads were added relative to the first one's weight, so that equal batches need no multiplication at all.
-        scale = taken[0].samples / sum(p.samples for p in taken)
+        scale = 1.0 if group.summed else taken[0].samples / sum(p.samples for p in taken)
         return [Update(index, taken, scale, taken[0].rate, group.version)]
 
     @property

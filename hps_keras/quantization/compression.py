@@ -1,7 +1,8 @@
 """Compression: Horovod's names for what fewer bits are here, so that a Horovod script's choice means something.
 
-``hps.Compression.fp16`` is 16 bits both ways, ``hps.Compression.none`` 32. A compressor of a script's own cannot run:
-it works on tensors inside the compiled step, and what it makes only its own code can read; here a server reads it.
+``hps.Compression.fp16`` is 16 bits both ways; ``hps.Compression.none``, the default as in Horovod, asks for nothing. A
+compressor of a script's own cannot run: it works on tensors inside the compiled step, and what it makes only its own
+code can read; here a server reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Compression:
     """What Horovod's ``compression=`` can be, for :func:`hps_keras.DistributedOptimizer`.
 
     Attributes:
-        none: float32 both ways, as ``push_bits=32, pull_bits=32``.
+        none: Nothing but the widths that are asked for: float32 both ways unless ``push_bits`` or ``pull_bits`` say
+            otherwise.
         fp16: 16 bits both ways, as ``push_bits=16, pull_bits=16``. Not float16, which ends at 65,504: a code of 16 bits
             with a scale for each 512 elements.
     """
@@ -48,14 +50,14 @@ def chosen_widths(push_bits: Any, pull_bits: Any, compression: Any) -> tuple[int
     Args:
         push_bits: A width, or None for what `compression` says.
         pull_bits: As `push_bits`.
-        compression: One of :class:`Compression`, or None for 32 bits where no width is given.
+        compression: One of :class:`Compression`. ``none``, Horovod's default, and None leave it to the widths.
 
     Raises:
         ConfigurationError: No such width or compression, or two that contradict each other.
     """
     given = {"push_bits": push_bits, "pull_bits": pull_bits}
     widths = {name: None if bits is None else _width(name, bits) for name, bits in given.items()}
-    if compression is None:
+    if compression is None or compression is Compression.none:
         push, pull = (32 if bits is None else bits for bits in widths.values())
         return push, pull
     if not isinstance(compression, Compressor):

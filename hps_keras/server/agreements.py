@@ -221,12 +221,14 @@ class Agreements:
                 group = self._known[token] = ServerOptimizer(description, values_given)
             else:
                 group.load(values_given)
+            group.momentum_correction = description["momentum_correction"]
             if new or state is not None:
                 loaded = None if state is None else wire.unbundle(state, memory)
                 group.write_state(description["iterations"], loaded)
             self.groups.append(group)
         model = Consistency.from_json(descriptions[0]["consistency"])
-        self._coordinator.define([g.version for g in self.groups], model)
+        summed = [index for index, d in enumerate(descriptions) if d["summed"]]
+        self._coordinator.define([g.version for g in self.groups], model, summed)
         if isinstance(model, BSP) and model.compensation and not self._coordinator.overlap:
             logger.warning(
                 "%s: without overlap=True no gradient of BSP is late, so there is nothing to compensate", model

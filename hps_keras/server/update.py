@@ -31,6 +31,7 @@ from hps_keras.slots import slots_of
 _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion")
 
 _MOMENTA = ("momentum", "beta_1")
+_WITH_RATE_IN_VELOCITY = (keras.optimizers.SGD, keras.optimizers.RMSprop)
 _FUSED_UP_TO = 1 << 23  # elements: it holds parameters and slots twice, which large models have no need of
 
 
@@ -46,6 +47,7 @@ class ServerOptimizer:
         gradient: Flat buffer that :meth:`update` reads.
         version: Updates so far; kept from one `fit` to the next.
         compensation: Strength of the delay compensation, 0 for none; above it, each worker's parameters are kept.
+        momentum_correction: Whether the velocity of momentum follows the learning rate from one round to the next.
         overlap: Whether workers compute while their pushes travel: delay compensation then keeps, for each, the
             parameters before its last ones too.
 
@@ -58,6 +60,7 @@ class ServerOptimizer:
         self.gradient = self.layout.allocate()
         self.version = 0
         self.compensation, self.overlap = 0.0, False
+        self.momentum_correction, self._rate = False, 0.0
         self._versions: dict[int, int] = {}  # of what workers hold, and of what they held before that
         self._earlier: dict[int, tuple[int, np.ndarray]] = {}
         self._scratch: np.ndarray | None = None
@@ -130,6 +133,7 @@ class ServerOptimizer:
         if present is not None and len(present) == 0:
             return
         self._parameters = None  # so that the variable's memory is its own again, and is updated in place
+        self._correct_velocity(rate)
         rate *= self._factor
         everything = tuple(range(len(self._variables)))
         if present is None or len(present) == len(self.layout.tensors):
@@ -138,6 +142,22 @@ class ServerOptimizer:
             self._update_some(scale, rate, present)
         else:
             self._updater.apply(scale, rate, tuple(present))
+
+    def _correct_velocity(self, rate: float) -> None:
+        """Scales the velocity with the learning rate that is in it (momentum correction, Goyal 2017).
+
+        It holds the sum of past gradients, each times the rate of its time. m u r'/r is what a momentum of m r'/r would
+        make of it in this step.
+        """
+        before, self._rate = self._rate, rate
+        asked = self.momentum_correction and self.coder.shared and isinstance(self._optimizer, _WITH_RATE_IN_VELOCITY)
+        if not asked or not before or before == rate:
+            return
+        self._updater.settle()
+        for slot in slots_of(self._optimizer):
+            if slot.name.endswith("_momentum"):
+                slot.assign(slot * (rate / before))
+        self._updater.reload()
 
     def _update_some(self, scale: float, rate: float, present: Sequence[int]) -> None:
         self._updater.settle()

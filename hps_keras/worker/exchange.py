@@ -25,7 +25,7 @@ from hps_keras.errors import ConfigurationError
 from hps_keras.slots import state_to_send
 from hps_keras.wire import Header, Kind
 from hps_keras.worker.group import Group
-from hps_keras.worker.inventory import asked_resizing, moving_variables, ownership
+from hps_keras.worker.inventory import asked_resizing, common_weights, moving_variables, ownership
 from hps_keras.worker.link import Link
 from hps_keras.worker.pushes import Pushes
 from hps_keras.worker.stash import applied_since
@@ -113,7 +113,7 @@ class Exchange:
     def start(self) -> None:
         """Gives this model the chief's weights, and declares its optimizer when that needs no first step."""
         self.started = True
-        weights = self.model.weights
+        weights = common_weights(self.model)
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in weights])
         names = [[v.path, *entry] for v, entry in zip(weights, described)]
         _, fresh = self.link.gather("weights", names, payload=[memory] if self.chief else ())

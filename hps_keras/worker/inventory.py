@@ -13,6 +13,7 @@ from hps_keras import optimizer as wrapping
 from hps_keras.batches.shares import Resizing
 from hps_keras.consistency import Auto
 from hps_keras.errors import ConfigurationError
+from hps_keras.worker.local import ids_in
 
 logger = logging.getLogger("hps_keras")
 
@@ -21,8 +22,9 @@ def ownership(optimizers: Sequence[Any], present: dict[int, tuple[int, ...]]) ->
     """Which of its variables each optimizer owns.
 
     Keras may build an optimizer on all variables of a model although it trains a part (a GAN on torch): a variable that
-    several optimizers know belongs to the one that had a gradient for it.
+    several optimizers know belongs to the one that had a gradient for it. Local variables are nobody's.
     """
+    alone = ids_in(optimizers)
     claims: Counter[int] = Counter(id(v) for o in optimizers for v in o._trainable_variables)
     trained: dict[int, str] = {}
     for o in optimizers:
@@ -36,7 +38,8 @@ def ownership(optimizers: Sequence[Any], present: dict[int, tuple[int, ...]]) ->
     owned = []
     for o in optimizers:
         mine = set(present.get(id(o), ()))
-        owned.append([i for i, v in enumerate(o._trainable_variables) if claims[id(v)] == 1 or i in mine])
+        known = [(i, v) for i, v in enumerate(o._trainable_variables) if id(v) not in alone]
+        owned.append([i for i, v in known if claims[id(v)] == 1 or i in mine])
     return owned
 
 
@@ -48,7 +51,13 @@ def moving_variables(model: Any, owned: set[int]) -> list[Any]:
     """
     trainable = {id(v) for v in model.trainable_variables}
     frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables} - trainable
-    return [v for v in model.weights if id(v) not in owned and id(v) not in frozen]
+    return [v for v in common_weights(model) if id(v) not in owned and id(v) not in frozen]
+
+
+def common_weights(model: Any) -> list[Any]:
+    """The weights that all workers hold alike: all but those that each trains alone."""
+    alone = ids_in(wrapping.wrapped_in(model))
+    return [v for v in model.weights if id(v) not in alone]
 
 
 def check_model(model: Any) -> None:
@@ -105,6 +114,11 @@ def _doubts(model: Any, optimizers: Sequence[Any]) -> list[str]:
             f"gradient_accumulation_steps={steps[0]}: batches keep their sizes, and 'auto' stays with BSP, because "
             "most steps push nothing that could be timed; give a larger batch_size instead, of which "
             "BatchResizer(mode='accumulate') makes pieces where memory is short"
+        )
+    if any(o.__dict__["_hps"].reduction.summed for o in optimizers):
+        doubts.append(
+            "op=Sum adds up the mean gradients of the workers' batches, small and large alike: with batches of "
+            "different sizes that is not the gradient of one large batch; use op=Average"
         )
     losses = keras.tree.flatten(model.loss) if model.loss is not None else []
     odd = {getattr(loss, "reduction", None) for loss in losses} - {None, "sum_over_batch_size", "mean"}

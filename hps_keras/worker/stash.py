@@ -2,7 +2,8 @@
 
 On TensorFlow and JAX they are assigned to variables as part of the compiled step, with how often the optimizer was
 applied and with what learning rate; on torch the tensors themselves are kept. Accumulated gradients add up here: a
-worker pushes once every ``gradient_accumulation_steps``.
+worker pushes once every ``gradient_accumulation_steps``. What is local (:mod:`hps_keras.worker.local`) has no gradient
+here.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ def make(optimizer: Any) -> None:
     if half.meta is not None or half.gradients or backends.name() == "torch" or cluster.current().is_server:
         return
     # One variable a tensor: a single flat one costs XLA 7 to 15 times the step.
+    local = set(half.local.indices)
     half.gradients = [
-        optimizer.add_variable(v.shape, "zeros", "float32", name="hps_gradient") for v in optimizer._trainable_variables
+        optimizer.add_variable(() if i in local else v.shape, "zeros", "float32", name="hps_gradient")
+        for i, v in enumerate(optimizer._trainable_variables)
     ]
     half.meta = optimizer.add_variable((3,), "zeros", "float32", name="hps_meta")
 
@@ -55,7 +58,7 @@ def _into_variables(optimizer: Any, half: Any, gradients: Sequence[Any], present
         phase = ops.mod(optimizer._iterations, every)
         last = ops.equal(phase, every - 1)
         kept = ops.cast(ops.greater(phase, 0), "float32")
-        share = ops.where(last, ops.cast(1 / every, "float32"), ops.cast(1.0, "float32"))
+        share = ops.where(last, ops.cast(half.accumulated_factor / every, "float32"), ops.cast(1.0, "float32"))
         gradients = [(half.gradients[i] * kept + g) * share for i, g in zip(present, gradients)]
         done = ops.cast(last, "float32")
         for index in set(range(len(half.gradients))) - set(present):
@@ -78,7 +81,7 @@ def _keep(optimizer: Any, half: Any, gradients: Sequence[Any], present: tuple[in
         for index, gradient in zip(present, gradients):
             current[index] = before[index] + gradient
         last = phase == every - 1
-        half.gradients = [g / every for g in current] if last else current
+        half.gradients = [g * (half.accumulated_factor / every) for g in current] if last else current
         count += last
     else:
         half.gradients = [None] * len(optimizer._trainable_variables)

@@ -139,6 +139,11 @@ class Training:
                 f"{group.optimizer.name!r}, but worker {self._rank} has memory for {self.limit} samples only and "
                 "accumulates gradients by itself: leave it out, or give a smaller batch_size"
             )
+        if group.optimizer.__dict__["_hps"].local.indices:
+            raise ConfigurationError(
+                f"optimizer {group.optimizer.name!r} has local variables, which every piece of a batch would change, "
+                f"but worker {self._rank} has memory for {self.limit} samples only: give a smaller batch_size"
+            )
         if not applied:
             return
         # What travels meanwhile is sent from `out`.
