@@ -227,6 +227,24 @@ def test_compiled_functions_are_refused(alone):
             tf.function(lambda given=value: hps.allreduce(given), autograph=False)()
 
 
+def test_variables_are_broadcast_where_a_tf_function_says(alone):
+    import keras
+    import tensorflow as tf
+
+    variables = [keras.Variable([1.0, 2.0]), tf.Variable(3, dtype=tf.int64)]
+
+    def double(broadcast):
+        for variable in variables:
+            variable.assign(variable + variable)
+        if broadcast:
+            hps.broadcast_variables(variables, root_rank=0)
+        return variables[0] * 1
+
+    assert tf.function(double)(True).numpy().tolist() == [2, 4] and variables[1].numpy() == 6
+    with pytest.raises(ConfigurationError, match="jit_compile"):
+        tf.function(double, jit_compile=True, autograph=False)(True)
+
+
 def test_one_process_alone_gets_its_own(alone):
     assert float(hps.allreduce(2.5)) == 2.5
     assert float(hps.allreduce(2.0, op=hps.Sum, postscale_factor=3.0)) == 6

@@ -87,12 +87,8 @@ def used(node):
 
 
 def test_there_are_five_scripts():
-    assert {path.stem for path in SCRIPTS} >= {
-        "keras_mnist",
-        "keras_mnist_elastic",
-        "keras_resnet",
-        "synthetic_benchmark",
-    }
+    names = {"gradient_tape_mnist", "keras_mnist", "keras_mnist_elastic", "keras_resnet", "synthetic_benchmark"}
+    assert {path.stem for path in SCRIPTS} == names
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -146,6 +142,15 @@ def test_resnet_goes_on_from_its_checkpoint(tmp_path):
     assert [int(row["epoch"]) for row in rows] == [0, 1, 2, 3]
     assert [float(row["lr"]) for row in rows] == pytest.approx([0.04, 0.04, 0.004, 0.0004])
     assert sorted(path.name for path in tmp_path.glob("*.keras")) == [f"checkpoint-{n}.keras" for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.mpi
+def test_gradient_tape_with_a_dedicated_server(tmp_path):
+    output = hpsrun(tmp_path, "gradient_tape_mnist.py", options=["--dedicated-server"])
+    told = losses(output)
+    assert len(told) == 20 and sum(told[-5:]) < 0.95 * sum(told[:5]), told
+    assert [int(n) for n in re.findall(r"Step #(\d+)\tLoss", output)] == [0, 10], "worker 0 alone speaks"
+    assert "AutoGraph" not in output and [path.name for path in tmp_path.iterdir()] == ["checkpoint.keras"]
 
 
 @pytest.mark.mpi

@@ -40,6 +40,7 @@ class _Distributed:
         """The gradient of this variable travels nowhere."""
         self._hps_local.add(id(source))
 
+    @tf.autograph.experimental.do_not_convert
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, unconnected_gradients: Any = _NONE
     ) -> Any:

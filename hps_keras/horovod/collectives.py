@@ -2,7 +2,8 @@
 
 They go through the parameter server, as all that the workers agree about does (:mod:`hps_keras.worker.link`), and use
 no collective of MPI: a worker that is lost ends the job instead of leaving the others in a call that never returns.
-They work before `fit`, in callbacks and after it, in plain Python between two steps and never in a compiled one.
+They work before `fit`, in callbacks and after it, in plain Python between two steps and never in a compiled one, but
+for `broadcast_variables`, which Horovod's loops call in a ``tf.function``.
 
 On a parameter server that is still in its script, broadcasts deliver the root's value and the others return their own
 input. In a world of one process all do.
@@ -24,6 +25,7 @@ import numpy as np
 from hps_keras import backends, cluster, wire
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
+from hps_keras.horovod.autograph import as_written
 from hps_keras.horovod.process_sets import global_process_set, members
 from hps_keras.horovod.reductions import (
     ReduceOp,
@@ -125,8 +127,11 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
     return _tensor(_broadcast("broadcast", _array(value), root_rank, name, process_set))
 
 
+@as_written
 def broadcast_variables(variables: Any, root_rank: int, process_set: Any = global_process_set) -> None:
     """Gives variables the values that they have on worker `root_rank`.
+
+    In a ``tf.function`` it does so each time that the function runs, after what stands before it.
 
     Args:
         variables: Keras variables or those of the back end, ``model.variables`` for example; the same on all workers.
@@ -134,15 +139,25 @@ def broadcast_variables(variables: Any, root_rank: int, process_set: Any = globa
         process_set: The workers that take part.
     """
     listed = list(variables)
-    entries, memory = wire.bundle([_array(v, "variables") for v in listed])
     names = [getattr(v, "path", getattr(v, "name", None)) or f"variable {i}" for i, v in enumerate(listed)]
-    rows = [[name, *entry] for name, entry in zip(names, entries)]
-    sent = _broadcast("broadcast_variables", memory, root_rank, None, process_set, rows)
-    if sent is memory:
+
+    def exchange(arrays: list[np.ndarray]) -> list[np.ndarray]:
+        entries, memory = wire.bundle(arrays)
+        rows = [[name, *entry] for name, entry in zip(names, entries)]
+        sent = _broadcast("broadcast_variables", memory, root_rank, None, process_set, rows)
+        return arrays if sent is memory else [np.array(array) for array in wire.unbundle(entries, sent)]
+
+    if backends.name() == "tensorflow" and backends.compiling():
+        from hps_keras.backends.tensorflow_function import assign
+
+        assign(listed, exchange)
         return
-    for variable, array in zip(listed, wire.unbundle(entries, sent)):
+    before = [_array(v, "variables") for v in listed]
+    for variable, old, array in zip(listed, before, exchange(before)):
+        if array is old:
+            continue
         if hasattr(variable, "assign"):
-            variable.assign(np.array(array))
+            variable.assign(array)
         else:  # a parameter of torch
             variable.data.copy_(_tensor(array))
 

@@ -10,12 +10,14 @@ import numpy as np
 from hps_keras import backends, cluster
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
+from hps_keras.horovod.autograph import as_written
 from hps_keras.horovod.collectives import Average, allreduce
 from hps_keras.horovod.process_sets import global_process_set
 from hps_keras.horovod.reductions import ReduceOp
 from hps_keras.quantization.compression import Compression, Compressor
 
 
+@as_written
 def DistributedGradientTape(
     gradtape: Any,
     device_dense: str = "",
