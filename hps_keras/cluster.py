@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from typing import Any, NoReturn
 
-from hps_keras import backends
+from hps_keras import backends, serverless
 from hps_keras.errors import ConfigurationError, LaunchError
 from hps_keras.launching.mpi import expected_world_size
 from hps_keras.resources import affinity, available_cpus, memory_pools
@@ -42,7 +42,9 @@ class Cluster:
         workers: World ranks of the workers, ascending: a worker's rank is its index here.
         node_workers: The workers on this machine, as world ranks.
         settings: See :class:`Settings`.
-        wire: Sends and receives on `comm`.
+        wire: Sends and receives on `comm`; without a server, sends requests on it and receives replies on another.
+        averages: Without a server: the communicator on which gradients are averaged.
+        host: The chief's :class:`hps_keras.server.hosted.Host` of a job without a server.
         link: A worker's line to the server (:class:`hps_keras.worker.link.Link`), once it has one.
         server: A parameter server's :class:`hps_keras.server.serving.Server`, once it serves.
         busy: What the process is in the middle of ("fit"), or None: an exit then is a failure.
@@ -62,6 +64,8 @@ class Cluster:
     busy: str | None = None
     link: Any = None
     server: Any = None
+    averages: Any = None
+    host: Any = None
     trains: bool = False
     memory_sharers: Mapping[str, int] = field(default_factory=dict)
     nodes: tuple[tuple[int, ...], ...] = ((0,),)
@@ -81,6 +85,17 @@ class Cluster:
     def serverless(self) -> bool:
         """Whether several workers train without a parameter server."""
         return not self.servers and len(self.workers) > 1
+
+    @property
+    def coordinator(self) -> int:
+        """World rank of who is asked: the parameter server, or the chief where there is none."""
+        return self.servers[0] if self.servers else self.workers[0]
+
+    @property
+    def coordinator_name(self) -> str:
+        """What to call it in a message."""
+        where = self.name(self.coordinator)
+        return where if self.servers else f"the coordinator on {where}"
 
     @property
     def rank(self) -> int:
@@ -181,6 +196,8 @@ def init(
             collectives=collectives,
         )
         serving = resolve_ranks(settings.server_ranks, comm.size) if comm.size > 1 and settings.servers else ()
+        if comm.size > 1 and not settings.servers:
+            serverless.check(settings, MPI)
     except ConfigurationError as error:
         problem = str(error)
     if comm.size == 1:
@@ -195,6 +212,7 @@ def init(
         return
     own = comm.Dup()
     common = {
+        "servers (HPS_SERVERS)": settings.servers,
         "server_ranks (HPS_SERVER_RANKS)": list(serving),
         "dedicated_server (HPS_DEDICATED_SERVER)": settings.dedicated_server,
         "collectives (HPS_COLLECTIVES)": settings.collectives,
@@ -212,7 +230,11 @@ def init(
     cluster.nodes = tuple(group for group in groups if group)
     cluster.memory_sharers = Counter(pool for r in cluster.node_workers for pool in views[r][3])
     crowded = sum(sharers) > len(cpus)
-    cluster.wire = Wire(own, Patience(settings.polling == "spin", crowded), settings.timeout, cluster.name)
+    patience = Patience(settings.polling == "spin", crowded)
+    if cluster.serverless:
+        serverless.join(cluster, patience)
+    else:
+        cluster.wire = Wire(own, patience, settings.timeout, cluster.name)
     if cluster.is_server and settings.server_device != "gpu":
         backends.hide_accelerators()
     backends.set_threads(max(1, int(available_cpus() / max(1.0, sum(1 for s in sharers if s > 0)))))
@@ -256,6 +278,8 @@ def shutdown() -> None:
         server.see_off(cluster)
     else:
         _leave(cluster)
+        if cluster.host is not None:
+            cluster.host.see_off()
     _undo()
 
 
@@ -271,9 +295,9 @@ os.register_at_fork(after_in_child=_undo)
 def _leave(cluster: Cluster) -> None:
     """Tells the server that this worker's process ends (without Keras, which must not be imported at exit)."""
     assert cluster.wire is not None
-    dest = cluster.servers[0]
+    dest = cluster.coordinator
     sending = cluster.wire.post(dest, Header(Kind.LEAVE, Flag.STOP if cluster.trains else 0))
-    cluster.wire.patience.until(sending.done, 10.0, lambda: f"{cluster.name(dest)} is gone already")
+    cluster.wire.patience.until(sending.done, 10.0, lambda: f"{cluster.coordinator_name} is gone already")
     cluster.wire.cancel()
 
 

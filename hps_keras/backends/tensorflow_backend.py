@@ -57,6 +57,14 @@ class BackendStep(Step):
         view[...] = _shared_value(values[index])
         values[index] = None  # or the next step could not write into its memory
 
+    def tensors(self, optimizer: Any, variables: Sequence[int], present: Sequence[int]) -> list[Any]:
+        """Takes the stashed gradients of `variables` (indices) where they are, zeros where one has none."""
+        values, having = self._gradients[id(optimizer)], set(present)
+        taken = [values[i] if i in having else tf.zeros_like(values[i]) for i in variables]
+        for index in variables:
+            values[index] = None
+        return taken
+
     def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
         known = self._assign.get(id(optimizer))
         if known is None:

@@ -186,8 +186,7 @@ class Coordinator:
         if me.state is not State.TRAINING or worker in self._asking:
             return self._refuse(worker, "asks for samples")
         me.owes_since, me.answered_at = now, None
-        grant = Grant(worker, self._lend(worker, alone=True), self._stop)
-        return [grant, *(Log(line) for line in self._plan.news())]
+        return [Grant(worker, self._lend(worker, alone=True), self._stop), *map(Log, self._plan.news())]
 
     def waits(self, worker: int, now: float) -> None:
         """A worker says that it waits for others: it owes nothing yet."""

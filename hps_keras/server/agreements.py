@@ -40,6 +40,7 @@ class Agreements:
 
     Args:
         cluster: This rank's cluster.
+        line: Receives what workers send.
         outbox: Sends the replies.
         coordinator: Knows the workers.
         books: Where an epoch and a `fit` begin.
@@ -52,9 +53,10 @@ class Agreements:
         listens: The collective that this server's script waits in, or None.
     """
 
-    def __init__(self, cluster: Cluster, outbox: Outbox, coordinator: Coordinator, books: Books) -> None:
-        assert cluster.wire is not None
-        self._wire, self._cluster, self._outbox = cluster.wire, cluster, outbox
+    def __init__(
+        self, cluster: Cluster, line: wire.Wire, outbox: Outbox, coordinator: Coordinator, books: Books
+    ) -> None:
+        self._wire, self._cluster, self._outbox = line, cluster, outbox
         self._coordinator, self._books = coordinator, books
         self.groups: list[ServerOptimizer] = []
         self.twins = Twins()
@@ -198,9 +200,6 @@ class Agreements:
 
     def _declared(self, headers: dict[int, Header], values: dict[int, Any]) -> None:
         chief = min(values)
-        adopt_backend(values[chief]["backend"])  # before the next line imports Keras
-        from hps_keras.server.update import ServerOptimizer
-
         descriptions = values[chief]["groups"]
         if not descriptions:
             raise ConfigurationError(
@@ -208,11 +207,43 @@ class Agreements:
             )
         self._compare(chief, values)
         self._known = {t: g for t, g in self._known.items() if t in values[chief]["living"]}
+        self.groups = self._make_groups(self._cluster.workers[chief], headers[chief], values[chief])
+        model = Consistency.from_json(descriptions[0]["consistency"])
+        summed = [index for index, d in enumerate(descriptions) if d["summed"]]
+        self._coordinator.define([g.version for g in self.groups], model, summed)
+        if isinstance(model, BSP) and model.compensation and not self._coordinator.overlap:
+            logger.warning(
+                "%s: without overlap=True no gradient of BSP is late, so there is nothing to compensate", model
+            )
+        self._books.follows(model, self._coordinator.overlap)
+        coded = [tensor for g in self.groups for tensor in coded_tensors(g.layout)]
+        self._books.begin_updates([g.version for g in self.groups], sum(g.layout.nbytes for g in self.groups), coded)
+        self._begin_groups(values[chief]["bits"])
+        answer = {
+            "versions": [g.version for g in self.groups],
+            "tokens": [d["token"] for d in descriptions],
+            "loaded": [None if d["state"] is None else [d["steps"], d["rate"]] for d in descriptions],
+            "bits": values[chief]["bits"],
+        }
+        self._tell_declared(values, answer)
+
+    def _make_groups(self, source: int, header: Header, declared: dict[str, Any]) -> list[ServerOptimizer]:
+        """The optimizers that the chief has declared: those of an earlier `fit`, or new ones.
+
+        Args:
+            source: The chief's rank on the wire.
+            header: Of its declaration; parameters and slots follow it.
+            declared: What it declares.
+        """
+        adopt_backend(declared["backend"])  # before the next line imports Keras
+        from hps_keras.server.update import ServerOptimizer
+
+        descriptions = declared["groups"]
         layouts = [ParameterLayout.from_json(d["layout"]) for d in descriptions]
         parameters = [layout.allocate() for layout in layouts]
         slots = [aligned_zeros(wire.bundle_bytes(d["state"] or []), np.uint8) for d in descriptions]
-        self._wire.receive(self._cluster.workers[chief], headers[chief], [*parameters, *slots])
-        self.groups = []
+        self._wire.receive(source, header, [*parameters, *slots])
+        groups = []
         for description, layout, values_given, memory in zip(descriptions, layouts, parameters, slots):
             token, state = description["token"], description["state"]
             group = self._known.get(token)
@@ -225,27 +256,17 @@ class Agreements:
             if new or state is not None:
                 loaded = None if state is None else wire.unbundle(state, memory)
                 group.write_state(description["iterations"], loaded)
-            self.groups.append(group)
-        model = Consistency.from_json(descriptions[0]["consistency"])
-        summed = [index for index, d in enumerate(descriptions) if d["summed"]]
-        self._coordinator.define([g.version for g in self.groups], model, summed)
-        if isinstance(model, BSP) and model.compensation and not self._coordinator.overlap:
-            logger.warning(
-                "%s: without overlap=True no gradient of BSP is late, so there is nothing to compensate", model
-            )
-        self._books.follows(model, self._coordinator.overlap)
-        coded = [tensor for g in self.groups for tensor in coded_tensors(g.layout)]
-        self._books.begin_updates([g.version for g in self.groups], sum(g.layout.nbytes for g in self.groups), coded)
-        self._set_widths(values[chief]["bits"])
+            groups.append(group)
+        return groups
+
+    def _begin_groups(self, bits: Sequence[int]) -> None:
+        """A `fit` begins with these optimizers, and these widths."""
+        self._set_widths(bits)
         for group in self.groups:
             group.begin(self._coordinator.consistency.synchronous, self._coordinator.overlap)
         self._follow(self._coordinator.consistency)
-        answer = {
-            "versions": [g.version for g in self.groups],
-            "tokens": [d["token"] for d in descriptions],
-            "loaded": [None if d["state"] is None else [d["steps"], d["rate"]] for d in descriptions],
-            "bits": values[chief]["bits"],
-        }
+
+    def _tell_declared(self, values: dict[int, Any], answer: dict[str, Any]) -> None:
         self._reply(list(values), answer)
 
     def _compare(self, chief: int, values: dict[int, Any]) -> None:
@@ -323,8 +344,7 @@ class Agreements:
         for rank, value in values.items():  # ascending, so that the sums repeat bit for bit
             if value["extras"] != described:
                 raise ConfigurationError(f"workers {chief} and {rank} differ in their non-trainable weights")
-            memory = self._wire.bytes_of(self._cluster.workers[rank], headers[rank])
-            arrays = wire.unbundle(described, memory)
+            arrays = wire.unbundle(described, self._receive_moving(rank, rank == chief, headers[rank]))
             share = samples[rank] / total if total else 1 / len(values)
             if rank == chief:
                 first = arrays
@@ -338,9 +358,17 @@ class Agreements:
         self._moving = memory
         self.all_hold()
         coding = [value["coding"] for value in values.values()]
-        metrics = self._books.end_epoch(coding, [g.coder.take_squares() for g in self.groups])
+        metrics = self._books.end_epoch(coding, self._squares())
         body = {"versions": [g.version for g in self.groups], "metrics": metrics}
         self._reply(list(values), body, self._state())
+
+    def _squares(self) -> list[Any]:
+        """Of the answers since the last epoch's end, see :meth:`Books.end_epoch`."""
+        return [g.coder.take_squares() for g in self.groups]
+
+    def _receive_moving(self, rank: int, is_chief: bool, header: Header) -> np.ndarray:
+        """Receives a worker's moving statistics."""
+        return self._wire.bytes_of(self._cluster.workers[rank], header)
 
     def _state(self) -> list[np.ndarray]:
         """What all workers have in common at an epoch's end: parameters and moving statistics."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from hps_keras.quantization.coding import take_gradient
 from hps_keras.quantization.precision import EXACT
 from hps_keras.server.agreements import Agreements
 from hps_keras.server.telemetry import Books
-from hps_keras.wire import Flag, Header, Kind, Outbox
+from hps_keras.wire import Flag, Header, Kind, Outbox, Wire
 
 logger = logging.getLogger("hps_keras")
 
@@ -46,17 +46,21 @@ class Server:
 
     Args:
         cluster: This rank's cluster.
+        wire: The server's end of the line to the workers, where it is not the cluster's.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        assert cluster.wire is not None
-        self._wire, self._cluster = cluster.wire, cluster
+    agreeing: ClassVar[type[Agreements]] = Agreements
+
+    def __init__(self, cluster: Cluster, wire: Wire | None = None) -> None:
+        found = wire or cluster.wire
+        assert found is not None
+        self._wire, self._cluster = found, cluster
         self._rank = {world_rank: rank for rank, world_rank in enumerate(cluster.workers)}
         self._coordinator = Coordinator(len(cluster.workers), BSP(), cluster.settings.timeout, time.monotonic())
         self._headers: dict[tuple[int, int], Header] = {}
-        self._outbox = Outbox(cluster.wire, cluster.name)
-        self._books = Books(self._coordinator, cluster.wire, cluster.workers)
-        self._agreements = Agreements(cluster, self._outbox, self._coordinator, self._books)
+        self._outbox = Outbox(found, cluster.name)
+        self._books = Books(self._coordinator, found, cluster.workers)
+        self._agreements = self.agreeing(cluster, found, self._outbox, self._coordinator, self._books)
 
     # -- the loop --
 
@@ -195,7 +199,7 @@ class Server:
             elif isinstance(decision, Answer):
                 self._answer(decision)
             elif isinstance(decision, Grant):
-                header = _lending(Header(Kind.REPLY), decision)
+                header = lending(Header(Kind.REPLY), decision)
                 self._outbox.post(self._cluster.workers[decision.worker], header)
             elif isinstance(decision, Complete):
                 self._agreements.complete(decision)
@@ -247,12 +251,12 @@ class Server:
         scale = decision.scale
         if first.version < decision.version - 1:
             scale = group.compensate(first.worker, first.version, scale)
-        group.update(scale, decision.rate, _present(decision.pushes))
+        group.update(scale, decision.rate, present_in(decision.pushes))
         group.version = decision.version
 
     def _answer(self, decision: Answer) -> None:
         push, every = decision.push, self._agreements.groups
-        header = _lending(Header(Kind.ANSWER, group=push.group, version=decision.version), decision)
+        header = lending(Header(Kind.ANSWER, group=push.group, version=decision.version), decision)
         if decision.sync:
             groups, versions = every, [g.version for g in every]
         else:
@@ -288,10 +292,11 @@ def _push(worker: int, header: Header, body: Any) -> Push:
         ahead=header.ahead,
         travels=bool(header.flags & Flag.TRAVELS),
         waited=header.waited,
+        idle=bool(header.flags & Flag.IDLE),
     )
 
 
-def _lending(header: Header, decision: Answer | Grant) -> Header:
+def lending(header: Header, decision: Answer | Grant) -> Header:
     """The head of an answer with what was decided: flags and samples for the next step."""
     flags = Flag.STOP if decision.stop else 0
     if isinstance(decision, Answer):
@@ -301,7 +306,7 @@ def _lending(header: Header, decision: Answer | Grant) -> Header:
     return header._replace(flags=flags, lease=start, batch_size=samples)
 
 
-def _present(pushes: Sequence[Push]) -> list[int] | None:
+def present_in(pushes: Sequence[Push]) -> list[int] | None:
     """The tensors for which one of the pushes has a gradient, None when that is all of them."""
     masks = [p.present for p in pushes]
     return None if any(m is None for m in masks) else sorted({i for m in masks for i in m or ()})

@@ -22,6 +22,11 @@ _DIFFERENT = (
 )
 
 
+def checksum(gradient: np.ndarray, before: int = 0) -> int:
+    """Returns the checksum of a gradient or, with that of the pieces before it, of a piece."""
+    return zlib.crc32(gradient.view(np.uint8), before)  # type: ignore[arg-type]
+
+
 class Twins:
     """Compares the workers of one `fit`, on the server; says what it finds once."""
 
@@ -54,7 +59,12 @@ class Twins:
 
     def saw(self, worker: int, gradient: np.ndarray) -> None:
         """Takes a piece of a worker's first gradient."""
-        self._sums[worker] = zlib.crc32(gradient.view(np.uint8), self._sums.get(worker, 0))  # type: ignore[arg-type]
+        self._sums[worker] = checksum(gradient, self._sums.get(worker, 0))
+
+    def told(self, worker: int, checksum: int) -> None:
+        """Takes the checksum of a worker's first gradient, which the worker itself has made."""
+        self._sums[worker] = checksum
+        self.seen(worker)
 
     def seen(self, worker: int) -> None:
         """That was all of it."""

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from keras import ops
@@ -31,6 +31,9 @@ from hps_keras.worker.pushes import Pushes
 from hps_keras.worker.stash import applied_since
 from hps_keras.worker.training import Training, count
 
+if TYPE_CHECKING:
+    from hps_keras.worker.averaging import Averaging
+
 logger = logging.getLogger("hps_keras")
 
 
@@ -46,14 +49,15 @@ class Exchange:
     def __init__(self, link: Link, model: Any, rank: int) -> None:
         self.link, self.model, self.rank = link, model, rank
         self.training = Training(model, rank)
-        self.pushes = Pushes(link, self.training, rank)
+        self.averaging = _averaging(link) if link.cluster.serverless else None
+        self.pushes = Pushes(link, self.training, rank, self.averaging)
         self.samples = 0  # since the last synchronisation, the weight of this worker's statistics
         self.looks: int | None = None  # what ordinary data looks like, see data.fingerprint_of
         self.resizing: Resizing | None = None  # how the sizes of batches are to follow speed and memory
         self.metrics: dict[str, float] = {}  # of the last epoch's exchange, over all workers
         self.last_seconds, self.last_samples = 0.0, 0
         self._answered: float | None = None  # when the last step ended; what comes since is the next one's time
-        self.started = False
+        self.started = self._finalized = False
         self._moving: tuple[list[tuple[Any, np.ndarray]], np.ndarray] = ([], np.zeros(0, np.uint8))
         wrapping.disguise_containers(model)
         self._steps: dict[int, int] = {}
@@ -148,17 +152,21 @@ class Exchange:
                 }
             )
             if self.chief:
-                for view, i in zip(group.out_views, group.variables):
-                    view[...] = ops.convert_to_numpy(o._trainable_variables[i])
-                payload.append(group.out)
+                if self.averaging is None:  # else all have them already
+                    for view, i in zip(group.out_views, group.variables):
+                        view[...] = ops.convert_to_numpy(o._trainable_variables[i])
+                    payload.append(group.out)
                 states.append(memory)
             half.state = None
         value = {"groups": bodies, "living": wrapping.living_tokens(), "bits": self._asked_bits()}
         value["backend"] = backends.name()
-        text, _ = self.link.gather("declare", value, payload=[*payload, *states])
+        text, sent = self.link.gather("declare", value, payload=[*payload, *states])
+        if self.averaging is not None:
+            self.averaging.begin(self.training.groups, text, sent)
         for group, version, token in zip(self.training.groups, text["versions"], text["tokens"]):
             group.version = version
-            group.optimizer.__dict__["_hps"].fetch = partial(self._fetch, token, group.variables)
+            slots = partial(self._fetch, token) if self.averaging is None else partial(self.averaging.slots, group)
+            group.optimizer.__dict__["_hps"].fetch = partial(slots, group.variables)
         for group, loaded in zip(self.training.groups, text["loaded"]):
             if loaded is not None:  # the chief has loaded a checkpoint: all go on from its count and rate
                 steps, rate = loaded
@@ -229,6 +237,8 @@ class Exchange:
                 f"worker {self.rank} ended its epoch without a single training step: give every worker at least one "
                 "batch"
             )
+        if self.averaging is not None:
+            self.pushes.idle(stop)
         owned = {id(g.optimizer._trainable_variables[i]) for g in self.training.groups for i in g.variables}
         extras = moving_variables(self.model, owned)
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in extras])
@@ -236,7 +246,10 @@ class Exchange:
         unused = self.training.feed.unused if self.training.feed is not None else 0
         body = {"extras": described, "stop": stop, "unused": unused, "coding": coding}
         into = [g.into for g in self.training.groups] + [memory]
-        text, _ = self.link.gather("pause", body, self.samples, [memory] if memory.nbytes else (), into)
+        sent = [memory] if memory.nbytes else []
+        if self.averaging is not None and self.chief:  # whose parameters all take
+            sent = into
+        text, _ = self.link.gather("pause", body, self.samples, sent, into)
         for group, version in zip(self.training.groups, text["versions"]):
             group.version = version
             # TensorFlow runs the step that finds no more data, too; its counting does not wait for the data.
@@ -257,6 +270,8 @@ class Exchange:
         return owned + self._moving[0]
 
     def _set(self) -> None:
+        if self.averaging is not None:
+            self.averaging.settle(self.training.groups)
         for variable, value in self._common():
             variable.assign(np.array(value))
 
@@ -284,17 +299,23 @@ class Exchange:
         if self.chief:
             for variable, value in changed:
                 value[...] = ops.convert_to_numpy(variable)
-        payload = into if self.chief and changed else []
-        text, _ = self.link.gather(gather, body | {"changed": bool(changed)}, payload=payload, into=into)
-        if text["take"]:
+        share = bool(changed) or self._finalized
+        payload = into if self.chief and share else []
+        text, _ = self.link.gather(gather, body | {"changed": share}, payload=payload, into=into)
+        if text["take"] or (changed and self.averaging is not None):
             self._set()
+        self._finalized = False
         return text
 
     def finalize(self, optimizer: Any) -> None:
-        """Takes the averaged parameters (EMA) from the server, where the averages are."""
+        """Takes the averaged parameters (EMA) from the server, where the averages are, or from this worker's own."""
         for group in self.training.groups:
             if group.optimizer is optimizer:
-                self.link.request(Header(Kind.FINALIZE, group=group.index), into=[group.into])
+                if self.averaging is None:
+                    self.link.request(Header(Kind.FINALIZE, group=group.index), into=[group.into])
+                else:
+                    self.averaging.finalize(group)
+                    self._finalized = True  # the machines may have rounded differently: all take the chief's
                 self._set()
 
     def _fetch(self, token: str, variables: Sequence[int]) -> tuple[Sequence[int], list[np.ndarray]]:
@@ -323,6 +344,12 @@ class Exchange:
             final = described, (memory,)
         _, summary, _ = self.link.request(Header(Kind.EXIT), *final)
         return summary
+
+
+def _averaging(link: Link) -> Averaging:
+    from hps_keras.worker.averaging import averaging
+
+    return averaging(link)
 
 
 def _overlaps(model: Any, rank: int) -> bool:

@@ -10,16 +10,23 @@ from typing import Any
 import numpy as np
 
 from hps_keras.cluster import Cluster
-from hps_keras.wire import Header, Kind
+from hps_keras.wire import Header, Kind, Outbox
 from hps_keras.worker.courier import Courier
 
 
 class Link:
-    """This worker's line to the parameter server; one per process."""
+    """This worker's line to the parameter server, or to the coordinator in its place; one per process.
+
+    Attributes:
+        cluster: The cluster.
+        averaging: This worker's part in the averages of a job without a server, once it has one.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         assert cluster.wire is not None
-        self._wire, self._cluster, self.server = cluster.wire, cluster, cluster.servers[0]
+        self._wire, self.cluster, self.server = cluster.wire, cluster, cluster.coordinator
+        self.averaging: Any = None
+        self._outbox = Outbox(self._wire, cluster.name)
         self._sequences: Counter[str] = Counter()
         self._courier: Courier | None = None
         self._travelling: Future[Any] | None = None
@@ -66,9 +73,13 @@ class Link:
         elif answer.payload:
             assert into is not None
             self._wire.receive(self.server, answer, into(answer) if callable(into) else into)
-        what = f"{self._cluster.name(self.server)} answered but did not take the whole of {self._what(header)}"
+        what = f"{self.cluster.coordinator_name} answered but did not take the whole of {self._what(header)}"
         self._wire.patience.until(sending.done, self._wire.timeout, lambda: what)
         return answer, text, fresh
+
+    def tell(self, header: Header) -> None:
+        """Sends what has no answer."""
+        self._outbox.post(self.server, header)
 
     def _answer(self, request: Header) -> tuple[Header, Any]:
         while True:
@@ -79,10 +90,10 @@ class Link:
             # Somebody else is late; the server is alive and watches him, so this worker's patience begins anew.
 
     def _late(self, request: Header) -> str:
+        hint = "; has its script reached model.fit with hps.callbacks.ParameterServer()?"
         return (
-            f"{self._cluster.name(self.server)} has been silent for {self._wire.timeout:g} s (HPS_TIMEOUT) while this "
-            f"worker waits for the answer to {self._what(request)}; has its script reached model.fit with "
-            "hps.callbacks.ParameterServer()?"
+            f"{self.cluster.coordinator_name} has been silent for {self._wire.timeout:g} s (HPS_TIMEOUT) while this "
+            f"worker waits for the answer to {self._what(request)}{'' if self.cluster.serverless else hint}"
         )
 
     @staticmethod

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from hps_keras.worker.group import Group
 from hps_keras.worker.link import Link
 from hps_keras.worker.training import Training
 
+if TYPE_CHECKING:
+    from hps_keras.worker.averaging import Averaging
+
 logger = logging.getLogger("hps_keras")
 
 Came = tuple[Header, Sequence[int] | None]  # an answer, and the versions of the groups whose parameters it brought
@@ -44,6 +47,7 @@ class Pushes:
         link: The line to the server.
         training: What has computed the gradients.
         rank: This worker's rank.
+        averaging: This worker's part in the averages, where there is no server.
 
     Attributes:
         bits: Widths of gradients and of parameters, the same on all workers.
@@ -54,8 +58,9 @@ class Pushes:
         bad: Gradients of this epoch that were not finite.
     """
 
-    def __init__(self, link: Link, training: Training, rank: int) -> None:
+    def __init__(self, link: Link, training: Training, rank: int, averaging: Averaging | None = None) -> None:
         self._link, self._training, self._rank = link, training, rank
+        self._averaging = averaging
         self.bits = (EXACT, EXACT)
         self.wait, self.synchronous = False, True
         self.stop_asked = self.epoch_over = False
@@ -161,8 +166,10 @@ class Pushes:
         body = None
         payload: tuple[np.ndarray, ...] = ()
         present = stash.present
-        if samples:
+        if samples and self._averaging is None:
             step.gradients(group.optimizer, group.variables, present, group.out_views)
+        elif samples and self._averaging is not None:
+            self._averaging.gradients(step, group, present)
         if group.pieces.samples:
             samples, present = group.pieces.finish(group.out, samples, present)
         message = group.coder.encode(group.out, self.bits[0]) if samples else None
@@ -189,6 +196,8 @@ class Pushes:
         self._waited = 0.0
 
         def push() -> Came:
+            if self._averaging is not None:
+                return self._averaging.push(group, header, body), None
             answer, versions, _ = self._link.request(header, body, payload, into=partial(self._memory, group))
             for fresh in self._fresh(group, answer):
                 fresh.decode(answer.bits)
@@ -204,6 +213,20 @@ class Pushes:
 
     def _memory(self, group: Group, answer: Header) -> list[np.ndarray]:
         return [fresh.room(answer.bits) for fresh in self._fresh(group, answer)]
+
+    def idle(self, stop: bool) -> None:
+        """Without a server: takes part in the others' rounds until all have ended the epoch, as this worker has.
+
+        Args:
+            stop: Whether this worker wants all to end the training.
+        """
+        assert self._averaging is not None
+        over, flags = False, Flag.IDLE | (Flag.STOP if stop else 0)
+        while not over:
+            for group in self._training.groups:
+                answer = self._averaging.push(group, Header(Kind.PUSH, flags, group.index, group.version))
+                group.version = answer.version
+                over = bool(answer.flags & Flag.IDLE)
 
     def _refused(self, group: Group) -> None:
         """A gradient holds NaN or infinities: it is not sent."""
