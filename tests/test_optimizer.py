@@ -351,7 +351,6 @@ def same_object():
         "apply with variables": _refuses(lambda: built.apply(gradients, model.trainable_variables), alone),
         "apply_gradients": _refuses(lambda: built.apply_gradients(pairs), alone),
         "inside a LossScaleOptimizer": _refuses(lambda: scaled.apply(gradients), alone),
-        "train_on_batch": _refuses(lambda: compiled().train_on_batch(x, y), alone),
         "fit": _refuses(lambda: compiled().fit(x, y, verbose=0), alone),
         "the weights have not moved": all(np.array_equal(a, b) for a, b in zip(before, model.get_weights())),
     }
@@ -433,7 +432,6 @@ def again():
     def without_the_callback():
         found["refused"]["fit without the callback"] = _refuses(lambda: train(model, False), alone)
         if not jax:  # there a failed step leaves a model of Keras without its weights
-            found["refused"]["train_on_batch"] = _refuses(lambda: model.train_on_batch(x[:8], y[:8]), alone)
             model.compile(model.optimizer, classification())
             found["refused"]["fit after another compile"] = _refuses(lambda: train(model, False), alone)
 
