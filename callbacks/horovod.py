@@ -42,9 +42,8 @@ class BroadcastGlobalVariablesCallback(Carrier):
             )
         self.root_rank, self.device = root_rank, _ignored_device(device)
         self._local: list[Any] = []
-        if hasattr(local_variables, "assign"):  # Horovod takes a single variable, too
-            self.register_local_var(local_variables)
-        for variable in local_variables or ():
+        single = hasattr(local_variables, "assign")  # Horovod takes one variable, too
+        for variable in [local_variables] if single else local_variables or ():
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:

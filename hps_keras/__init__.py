@@ -59,7 +59,7 @@ from hps_keras.quantization.compression import Compression
 if TYPE_CHECKING:
     from hps_keras import callbacks, data, elastic, resources
     from hps_keras.horovod.tape import DistributedGradientTape
-    from hps_keras.optimizer import DistributedOptimizer
+    from hps_keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
     from hps_keras.worker.loop import training
 
 __version__ = "0.1.0.dev0"
@@ -79,6 +79,7 @@ __all__ = [
     "ExchangeTimeout",
     "HpsError",
     "LaunchError",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "ProtocolError",
     "Sum",
@@ -130,6 +131,7 @@ __all__ = [
 _LATE = {
     "DistributedGradientTape": "horovod.tape",
     "DistributedOptimizer": "optimizer",
+    "PartialDistributedOptimizer": "optimizer",
     "training": "worker.loop",
 }
 
