@@ -9,7 +9,7 @@ import keras
 
 from hps_keras import cluster
 from hps_keras.callbacks.carrier import Carrier
-from hps_keras.consistency import BSP
+from hps_keras.consistency import BSP, AllReduce
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
 from hps_keras.optimizer import inside
@@ -30,7 +30,8 @@ class LearningRateScheduleCallback(Carrier):
             samples that all workers together have taken.
         momentum_correction: Whether the velocity of momentum (SGD, RMSprop) follows the rate: in the step in which the
             rate changes from r to r', it is multiplied by r'/r (Goyal 2017), as momentum times r'/r would do in that
-            step. On the parameter server, in BSP; elsewhere it has no effect, which is said once.
+            step. In BSP and without a server; with other models and in a process alone it has no effect, which it
+            says once.
         steps_per_epoch: Steps of this worker in an epoch; None takes what Keras knows.
 
     Raises:
@@ -95,14 +96,14 @@ class LearningRateScheduleCallback(Carrier):
         half = vars(optimizer).get("_hps")
         if not getattr(optimizer, "momentum", 0):
             return
-        rounds = half is not None and isinstance(half.consistency, BSP) and self.server is not None
+        rounds = half is not None and isinstance(half.consistency, (BSP, AllReduce))
         if rounds and isinstance(optimizer, (keras.optimizers.SGD, keras.optimizers.RMSprop)):
             half.momentum_correction = True
             return
         say_once(
             f"{type(self).__name__}(momentum_correction=True): momentum stays as it is when the learning rate changes, "
-            "since only a parameter server corrects it, in BSP, for SGD and RMSprop; give False to have Horovod do the "
-            "same"
+            "since it is corrected in the rounds of several workers only (consistency 'bsp'), of SGD and RMSprop; give "
+            "False to have Horovod do the same"
         )
 
     def on_train_end(self, logs: Any = None) -> None:

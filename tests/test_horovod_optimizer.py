@@ -11,13 +11,14 @@ import pytest
 from ranks import Said, run
 
 import hps_keras as hps
-from hps_keras import hints
+from hps_keras import cluster, hints
 from hps_keras.consistency import parse
 from hps_keras.coordination.attendance import Attendance
 from hps_keras.coordination.decisions import Push, Take, Update
 from hps_keras.coordination.pacing import Group, Rounds
 from hps_keras.horovod.arguments import Reduction, reduction
 from hps_keras.quantization.compression import chosen_widths
+from hps_keras.settings import Settings
 
 DEFAULTS = {
     name: parameter.default
@@ -140,6 +141,67 @@ def test_a_local_variable_of_the_broadcast_is_one_of_the_optimizer_too():
     callback._model, callback.server = model, object()
     with pytest.raises(hps.ConfigurationError, match=r"kernel' of .*call optimizer.register_local_var"):
         callback.on_train_begin()
+
+
+# -- in a process alone --
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setattr(cluster, "_cluster", cluster.Cluster(None, 0, (), (0,), (0,), Settings()))
+
+
+def trained(optimizer, wrap_built=None):
+    from models import arrays, classification, dense, seed
+
+    seed(0)
+    model = dense()
+    if wrap_built:
+        optimizer.build(model.trainable_variables)
+        optimizer = wrap_built(optimizer)
+    model.compile(optimizer, classification())
+    model.fit(*arrays(8), batch_size=8, shuffle=False, epochs=2, verbose=0)
+    return model
+
+
+def test_one_process_alone_accumulates_too(alone, tmp_path):
+    import keras
+    from models import difference
+
+    def wrap(made, averaged=False):
+        passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": averaged}
+        return hps.DistributedOptimizer(made, op=hps.Sum, **passes)
+
+    summed = trained(sgd(2 * RATE, gradient_accumulation_steps=2))
+    averaged = trained(sgd(gradient_accumulation_steps=2))
+    assert difference(summed.weights, averaged.weights) > 1e-2
+    assert difference(trained(wrap(sgd(), averaged=True)).weights, averaged.weights) < 1e-6
+    assert difference(trained(sgd(), wrap_built=wrap).weights, summed.weights) < 1e-6
+    model = trained(wrap(sgd()))
+    assert difference(model.weights, summed.weights) < 1e-6
+    assert int(model.optimizer.iterations) == 10
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is keras.optimizers.SGD and loaded.optimizer.gradient_accumulation_steps is None
+    slots = [v for v in summed.optimizer.variables if "accumulator" not in v.name]
+    assert difference(loaded.optimizer.variables[2:], slots[2:]) < 1e-5
+    again = wrap(loaded.optimizer)
+    assert again is loaded.optimizer and again.gradient_accumulation_steps == 2
+    assert type(keras.optimizers.deserialize(keras.optimizers.serialize(again))) is keras.optimizers.SGD
+
+
+def test_one_process_alone_has_local_variables_only(alone):
+    import keras
+
+    optimizer = hps.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    assert type(optimizer) is keras.optimizers.SGD
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
+    optimizer.register_local_var(layer.kernel)
+    with pytest.raises(hps.ConfigurationError, match="local variable 'kernel'"):
+        optimizer.register_local_var("kernel")
+    partial = hps.PartialDistributedOptimizer(keras.optimizers.Adam(), local_layers=[layer])
+    assert type(partial) is keras.optimizers.Adam
 
 
 # -- rounds of gradients that are added up --
