@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from hps_keras import cluster
+from hps_keras.errors import ConfigurationError
 from hps_keras.optimizer import wrapped_in
 from hps_keras.quantization.precision import Policy, Precision, resolved_mode
 
@@ -58,6 +59,11 @@ class AdaptiveQuantization(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Sets the first widths."""
+        if cluster.current().serverless:
+            raise ConfigurationError(
+                "hps.callbacks.AdaptiveQuantization chooses widths on the way to a parameter server, but this job has "
+                "no parameter server (servers=0): leave it out, or train with one (servers=1)"
+            )
         self._tell()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -19,7 +19,8 @@ class ForcedSync(keras.callbacks.Callback):
     """Sets the number of steps between forced syncs, in place of the ``sync_every`` of the consistency model.
 
     List it on every worker; the chief's counts. It works with ``hps.WASP``, and gives ``hps.ASP`` and ``hps.SSP``
-    forced syncs too. With ``hps.BSP``, where every step is one, it does nothing and says so.
+    forced syncs too. With ``hps.BSP`` and without a parameter server, where every step is one, it does nothing and says
+    so.
 
     Args:
         every: Steps per worker between two forced syncs, 1 or more; None for no forced syncs; or a function of the
@@ -67,7 +68,8 @@ class ForcedSync(keras.callbacks.Callback):
             return
         self._halves = [optimizer.__dict__["_hps"] for optimizer in wrapped_in(self.model)]
         if here.rank == 0 and any(half.consistency.synchronous for half in self._halves):
-            logger.warning("ForcedSync does nothing with BSP, where every step is a sync")
+            model = "without a parameter server" if here.serverless else "with BSP"
+            logger.warning("ForcedSync does nothing %s, where every step is a sync", model)
         self._tell()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -39,6 +39,7 @@ class Averaging:
     def __init__(self, link: Link) -> None:
         self._link, self._cluster = link, link.cluster
         self._replicas: WeakKeyDictionary[Any, ServerOptimizer] = WeakKeyDictionary()
+        self._summed: set[int] = set()  # optimizers whose gradients are added up instead
         self._first = True
 
     # -- a fit --
@@ -55,6 +56,7 @@ class Averaging:
             ProtocolError: Another worker goes on with an optimizer that this one does not have.
         """
         self._first = True
+        self._summed = {index for index, d in enumerate(declared["groups"]) if d["summed"]}
         described = [entry for d in declared["groups"] for entry in d["state"] or ()]
         loaded = iter(wire.unbundle(described, np.zeros(0, np.uint8) if memory is None else memory))
         for group, description, new in zip(groups, declared["groups"], declared["new"]):
@@ -71,6 +73,8 @@ class Averaging:
             state = None if description["state"] is None else [next(loaded) for _ in description["state"]]
             if new or state is not None:
                 replica.write_state(description["iterations"], state)
+            replica.momentum_correction = description["momentum_correction"]
+            replica.begin(shared=True, overlap=False)
             # What the step leaves is averaged and applied where it lies.
             group.out, group.out_views = replica.gradient, replica.layout.views(replica.gradient)
 
@@ -96,9 +100,12 @@ class Averaging:
         if answer.flags & Flag.FRESH:
             # Relative to batches of equal size, which then need no multiplication.
             workers = len(self._cluster.workers)
-            self._sum(group, header.samples * workers / answer.samples)
+            factor, scale = header.samples * workers / answer.samples, 1 / workers
+            if group.index in self._summed:
+                factor, scale = float(bool(header.samples)), 1.0
+            self._sum(group, factor)
             replica = self._replicas[group.optimizer]
-            replica.update(1 / workers, answer.rate, present)
+            replica.update(scale, answer.rate, present)
             group.into[...] = replica.parameters
         return answer
 
