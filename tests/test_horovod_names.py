@@ -140,6 +140,16 @@ def test_the_page_lists_every_name():
         assert f"`{name}`" in page
 
 
+@pytest.mark.parametrize("name", ["DistributedOptimizer", "load_model"])
+def test_the_page_says_what_becomes_of_every_argument(name):
+    page = (ROOT / "docs" / "horovod.md").read_text()
+    (parameters,) = (text for module, _, other, text, _ in NAMES if (module, other) == ("hps_keras", name))
+    arguments = [argument for argument, _ in parameters_of(parameters)]
+    assert len(arguments) == {"DistributedOptimizer": 14, "load_model": 5}[name]
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert [a for a in arguments if not any(f"`{a}`" in row or f"`{a}=`" in row for row in rows)] == []
+
+
 def test_every_public_name_is_there():
     for name in hps.__all__:
         assert getattr(hps, name) is not None

@@ -46,7 +46,7 @@ scaled_lr = 0.001 * hvd.size()
 opt = keras.optimizers.Adam(scaled_lr)
 
 # Horovod: the gradients of all workers.
-opt = hvd.DistributedOptimizer(opt)
+opt = hvd.DistributedOptimizer(opt, backward_passes_per_step=1, average_aggregated_gradients=True)
 model.compile(loss=keras.losses.SparseCategoricalCrossentropy(), optimizer=opt, metrics=["accuracy"])
 
 callbacks = [
