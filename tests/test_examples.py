@@ -1,10 +1,11 @@
-"""The example runs as its first lines say, on real data, and reports what it did."""
+"""The examples run as their first lines say, on real data, and report what they did."""
 
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -132,3 +133,22 @@ def test_demo_compares_three_ways_under_hpsrun(few):
     assert re.search(r"batches of \d+, \d+ images on average, which always sum to 128", text)
     accuracies = re.search(r"test accuracy +(\d+\.\d\d%) +(\d+\.\d\d%) +\d+\.\d\d%", done.stdout)
     assert accuracies and accuracies[1] == accuracies[2], "shares keep the numbers of BSP"
+
+
+# -- loops of the user's own --
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "name, module", [("gradient_tape", "tensorflow"), ("torch_loop", "torch"), ("jax_loop", "jax")]
+)
+def test_loop_trains_with_a_dedicated_server(name, module, few):
+    if find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    script = ROOT / "examples" / f"{name}.py"
+    done = start("-m", "hps_keras.launch", "-np", 3, "--dedicated-server", script, "--data", few, "--epochs", 3)
+    assert done.returncode == 0, done.stdout
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: .* (\d+\.\d+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 3 and losses[-1] < losses[0], "the chief alone speaks, and the loss falls"
+    accuracy = re.findall(r"^test accuracy (\d+\.\d\d)%$", done.stdout, re.MULTILINE)
+    assert len(accuracy) == 1 and float(accuracy[0]) > 40
