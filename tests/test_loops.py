@@ -173,6 +173,12 @@ def on_batch():
         model.train_on_batch(x, y)
     hps.broadcast_variables(model.variables, root_rank=0)
     found = {"alone": digest(model)}
+    other = _model(me)
+    other.compile(hps.DistributedOptimizer(_momentum()), classification())
+    try:
+        other.train_on_batch(*_batches()[0])
+    except hps.ConfigurationError as error:
+        found["second model"] = str(error)
     with hps.training(model):
         for x, y in _batches(rank=me):
             model.train_on_batch(x, y)
@@ -188,6 +194,72 @@ def on_batch():
     x, y = _batches(rank=me)[0]
     model.fit(x, y, epochs=1, verbose=0, callbacks=[hps.callbacks.ParameterServer()])
     found["fit"] = digest(model)
+    return found
+
+
+def variants():
+    """What `fit` can be told about the exchange holds in a loop too."""
+    from models import digest
+
+    me, found = hps.rank(), {}
+    for name, options in (
+        ("overlap", {"overlap": True}),
+        ("8 bits", {"push_bits": 8, "pull_bits": 8}),
+        ("asp", {"consistency": "asp"}),
+    ):
+        model, optimizer = _model(me), hps.DistributedOptimizer(_momentum(), **options)
+        before = digest(_model(0))
+        with hps.training(model, optimizer) as loop:
+            _loop(model, optimizer, _batches(rank=me), loop, sync_after=5)
+        (updates,) = loop.summary.updates
+        found[name] = {"digest": digest(model), "moved": digest(model) != before, "updates": updates}
+    return found
+
+
+def two_models():
+    """Two models, each with an optimizer of its own, in one loop; on JAX the reason why not."""
+    import keras
+    from models import classification, difference, digest, seed
+
+    def parts(number, wrap):
+        seed(number)
+        first = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, activation="tanh")])
+        second = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        return [first, second], [wrap(_momentum()), wrap(keras.optimizers.Adam(0.01))]
+
+    def train(models, optimizers, batches, loop=None):
+        loss = classification()
+        for x, y in batches:
+            if keras.backend.backend() == "tensorflow":
+                import tensorflow as tf
+
+                with tf.GradientTape(persistent=True) as tape:
+                    value = loss(y, models[1](models[0](x)))
+                for model, optimizer in zip(models, optimizers):
+                    optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+            else:
+                import torch
+
+                for model in models:
+                    model.zero_grad()
+                loss(torch.from_numpy(y), models[1](models[0](x))).backward()
+                with torch.no_grad():
+                    for model, optimizer in zip(models, optimizers):
+                        optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+            if loop is not None:
+                loop.step(len(x))
+
+    models, optimizers = parts(hps.rank(), hps.DistributedOptimizer)
+    try:
+        with hps.training(models, optimizers) as loop:
+            train(models, optimizers, _batches(rank=hps.rank()), loop)
+    except hps.ConfigurationError as error:
+        return {"error": str(error)}
+    found = {"digest": [digest(model) for model in models], "updates": loop.summary.updates}
+    if hps.rank() == 0:
+        plain, slow = parts(0, lambda optimizer: optimizer)
+        train(plain, slow, _batches())
+        found["difference"] = max(difference(a.weights, b.weights) for a, b in zip(models, plain))
     return found
 
 
@@ -228,7 +300,7 @@ def refusals():
 @pytest.fixture(scope="module")
 def trained(backend):
     return run(
-        [own_loop, uneven, on_batch, refusals],
+        [own_loop, uneven, variants, two_models, on_batch, refusals],
         3,
         init={"dedicated_server": True},
         env={"KERAS_BACKEND": backend},
@@ -262,6 +334,23 @@ def test_train_on_batch_exchanges_by_itself(trained):
     for name in ("alone", "block", "fit"):
         assert one[name] == other[name]
     assert len({one["alone"], one["block"], one["fit"]}) == 3
+    assert "hps.training([one, other])" in one["second model"]
+
+
+@pytest.mark.parametrize("name, updates", [("overlap", 10), ("8 bits", 10), ("asp", 20)])
+def test_what_is_said_of_the_exchange_holds_in_loops(trained, name, updates):
+    one, other = (trained.results["variants"][rank][name] for rank in (0, 1))
+    assert one["digest"] == other["digest"] and one["moved"]
+    assert one["updates"] == updates
+
+
+def test_several_models_and_optimizers_in_one_loop(trained):
+    one, other = (trained.results["two_models"][rank] for rank in (0, 1))
+    if "error" in one:
+        assert "on JAX one training state" in one["error"]
+        return
+    assert one["difference"] < TOLERANCE and one["updates"] == [10, 10]
+    assert one["digest"] == other["digest"]
 
 
 def test_what_cannot_be_is_refused(trained):
