@@ -325,7 +325,7 @@ def inside(optimizer: Any) -> list[Any]:
 
 def _optimizers_of(model: Any) -> list[Any]:
     found = []
-    for value in [model.optimizer, *vars(model).values()]:
+    for value in [getattr(model, "optimizer", None), *vars(model).values()]:
         leaves = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
         found += [leaf for leaf in leaves if isinstance(leaf, keras.optimizers.Optimizer)]
     return found

@@ -22,7 +22,9 @@ from hps_keras.callbacks.carrier import Carrier
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
 from hps_keras.horovod.collectives import broadcast_object, broadcast_variables
-from hps_keras.optimizer import inside
+from hps_keras.optimizer import inside, wrapped_in
+from hps_keras.worker import local
+from hps_keras.worker.inventory import common_weights
 
 __all__ = [
     "CommitStateCallback",
@@ -75,6 +77,7 @@ class TensorFlowKerasState:
         _attach(self.model)
         self._values = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
         self._weights = [np.array(ops.convert_to_numpy(v)) for v in self.model.weights]
+        self._alone = [local.of(o).state()[1] for o in wrapped_in(self.model)]
         self._slots: list[dict[str, Any]] = []
         if cluster.rank():  # all take the chief's when they restore
             return
@@ -105,6 +108,8 @@ class TensorFlowKerasState:
             variable.assign(value)
         for part, store in zip(_parts(self.optimizer), self._slots):
             part.load_own_variables(store)
+        for wrapped, values in zip(wrapped_in(self.model), self._alone):
+            local.of(wrapped).restore(values)
         for name, value in self._values.items():
             setattr(self, name, copy.deepcopy(value))
         self._take_the_chief_s()
@@ -119,7 +124,7 @@ class TensorFlowKerasState:
         self.save()
 
     def _take_the_chief_s(self) -> None:
-        broadcast_variables(self.model.weights, 0)
+        broadcast_variables(common_weights(self.model), 0)
         for name, value in broadcast_object({name: getattr(self, name) for name in self._names}, 0).items():
             setattr(self, name, value)
 

@@ -571,7 +571,7 @@ def two_owners():
         (critic, ["'of_critic' was applied 2 times in one training step"]),
         (frozen_on_one, ["train different variables", "second/kernel'", "frozen on one of them only?"]),
         (frozen_differently, ["train different variables", "third/kernel'"]),
-        (late_optimizer, ["was applied for the first time after the first training step", "build it before fit"]),
+        (late_optimizer, ["was applied for the first time after the first training step", "build it before"]),
         (two_owners, ["'shared/kernel' is trained by two optimizers, 'one' and 'other'"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

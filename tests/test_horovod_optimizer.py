@@ -424,20 +424,88 @@ def statistics():
     own = keras.Sequential(
         [normalized("own"), keras.layers.Dense(4, activation="tanh", kernel_constraint=unit)], name="trunk"
     )
-    model = keras.Sequential([keras.Input(WIDTHS[:1]), own, keras.layers.Dense(3), normalized("common")])
+    kept = normalized("kept")
+    model = keras.Sequential([keras.Input(WIDTHS[:1]), own, kept, keras.layers.Dense(3), normalized("common")])
     keras.utils.set_random_seed(hps.world_rank())
     inner = hps.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=[own])
     model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0), "mse")
     x, _, _, _ = problem(hps.rank())
     y = np.zeros((len(x), 3), "float32")
-    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[serving()])
+    broadcast = hps.callbacks.BroadcastGlobalVariablesCallback(0)
+    broadcast.register_local_var(kept.moving_mean)
+    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[serving(), broadcast])
 
     def values(layer):
         return [np.asarray(keras.ops.convert_to_numpy(w)).tolist() for w in layer.weights]
 
     norms = np.linalg.norm(keras.ops.convert_to_numpy(own.layers[-1].kernel), axis=0)
-    common = values(model.layers[-1]) + values(model.layers[-2])
-    return {"own": values(own), "common": common, "norms": norms.tolist()}
+    *rest, mean, variance = values(kept)
+    common = [*values(model.layers[-1]), *values(model.layers[-2]), *rest, variance]
+    return {"own": [*values(own), mean], "common": common, "norms": norms.tolist()}
+
+
+OPTIMIZERS = {
+    "adamw": lambda o: o.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.9),
+    "nadam": lambda o: o.Nadam(0.01, clipnorm=0.1),
+    "rmsprop": lambda o: o.RMSprop(0.01, momentum=0.5, centered=True, gradient_accumulation_steps=2),
+    "muon": lambda o: o.Muon(0.01),
+    "schedule": lambda o: o.Adam(o.schedules.ExponentialDecay(0.02, 2, 0.5), amsgrad=True),
+}
+
+
+def same_data():
+    """With the same data on both workers what is local moves as all else does: as in one process."""
+    import tempfile
+    from pathlib import Path
+
+    import keras
+    from models import classification, dense, difference, seed, serving
+
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(16, 6)).astype("float32"), rng.integers(0, 3, 16)
+
+    def fit(model, *callbacks):
+        model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+    def compiled(name, wrap):
+        seed(3)
+        model, optimizer = dense(), OPTIMIZERS[name](keras.optimizers)
+        if name == "adamw":
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+        model.compile(wrap(optimizer, model), classification())
+        return model
+
+    def partial(optimizer, model):
+        own = {"local_layers": model.layers[:1], "scale_local_gradients": False}
+        return hps.PartialDistributedOptimizer(optimizer, **own)
+
+    def reloaded(model):
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(Path(folder) / "model.keras")
+            return keras.saving.load_model(Path(folder) / "model.keras")
+
+    def compared(model, plain):
+        return {
+            "weights": difference(model.weights, plain.weights),
+            "slots": difference(model.optimizer.variables, plain.optimizer.variables),
+        }
+
+    found = {}
+    for name in OPTIMIZERS:
+        model = compiled(name, partial)
+        fit(model, serving())
+        going = compiled(name, partial)  # a server has no file
+        if hps.is_worker():
+            plain = compiled(name, lambda optimizer, model: optimizer)
+            fit(plain)
+            going, plain = reloaded(model), reloaded(plain)
+            found[name] = {"saved": compared(going, plain)}
+            partial(going.optimizer, going)  # in place
+            fit(plain)
+        fit(going, serving())
+        if hps.is_worker():
+            found[name]["resumed"] = compared(reloaded(going), plain)
+    return found
 
 
 def corrected():
@@ -466,7 +534,7 @@ def corrected():
 @pytest.fixture(scope="module")
 def ended(backend):
     """Two workers and a server that gives control back."""
-    functions = [sums, accumulated, local_layers, statistics, corrected]
+    functions = [sums, accumulated, local_layers, same_data, statistics, corrected]
     return run(functions, 3, env={"KERAS_BACKEND": backend}, timeout=900).results
 
 
@@ -513,10 +581,16 @@ class TestRanks:
         assert results[0]["adam"][1] == results[1]["adam"][1], "the common layer is the same, bit by bit"
         assert not np.allclose(results[0]["adam"][0], results[1]["adam"][0])
 
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_a_local_layer_s_optimizer_is_the_user_s(self, ended, name):
+        for rank in (0, 1):
+            for when, apart in ended["same_data"][rank][name].items():
+                assert apart["weights"] < 1e-5 and apart["slots"] < 1e-5, (when, apart)
+
     def test_a_local_layer_keeps_its_statistics_and_constraints(self, ended):
         first, second = (ended["statistics"][rank] for rank in (0, 1))
         assert first["common"] == second["common"]
-        assert len(first["own"]) == 6
+        assert len(first["own"]) == 7
         for mine, theirs in zip(first["own"], second["own"]):
             assert np.abs(np.subtract(mine, theirs)).max() > 1e-6
         for found in (first, second):

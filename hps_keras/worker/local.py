@@ -58,7 +58,13 @@ class LocalVariables:
         """The variables (indices) that have slots here, and the slots."""
         if self.optimizer is None:
             return (), []
-        return self.indices, [ops.convert_to_numpy(v) for v in slots.slots_of(self.optimizer)]
+        return self.indices, [np.array(ops.convert_to_numpy(v)) for v in slots.slots_of(self.optimizer)]
+
+    def restore(self, values: Sequence[np.ndarray]) -> None:
+        """Sets the slots that are here."""
+        if self.optimizer is not None:
+            for variable, value in zip(slots.slots_of(self.optimizer), values):
+                variable.assign(np.array(value))
 
     def finalize(self) -> None:
         """Replaces their values by the moving averages, where the optimizer keeps some (EMA)."""
@@ -136,8 +142,7 @@ def take_state(optimizer: Any) -> None:
     local, state = of(optimizer), optimizer.__dict__["_hps"].state
     if local.optimizer is None or state is None:
         return
-    for variable, value in zip(slots.slots_of(local.optimizer), slots.state_to_send(optimizer, local.indices) or ()):
-        variable.assign(np.array(value))
+    local.restore(slots.state_to_send(optimizer, local.indices) or ())
 
 
 def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
