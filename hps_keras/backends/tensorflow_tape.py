@@ -22,7 +22,7 @@ def distributed(tape: Any, average: Any, scales_local: bool) -> Any:
         scales_local: Whether gradients of local sources are divided by the number of workers.
     """
     base = type(tape)
-    made = type(base.__name__, (_Distributed, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    made: Any = type(base.__name__, (_Distributed, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     wrapped = made.__new__(made)
     wrapped.__dict__ = tape.__dict__  # the same, for the original may still be recording
     wrapped._hps_average, wrapped._hps_scales, wrapped._hps_local = average, scales_local, set()

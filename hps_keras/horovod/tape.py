@@ -137,10 +137,18 @@ class Averaging:
         Raises:
             ConfigurationError: A source named has no gradient here, but on other workers.
         """
-        factors = {"prescale_factor": 1 / self._factor, "postscale_factor": self._factor}
         label = "DistributedGradientTape"
         sent = flat.astype(self._dtype, copy=False)
-        mean = np.asarray(allreduce(sent, label, op=self._op, process_set=self._process_set, **factors))
+        mean = np.asarray(
+            allreduce(
+                sent,
+                label,
+                prescale_factor=1 / self._factor,
+                postscale_factor=self._factor,
+                op=self._op,
+                process_set=self._process_set,
+            )
+        )
         found = mean[len(mean) - len(absent) :]
         lost = [name for name, here, there in zip(absent, flat[len(flat) - len(absent) :], found) if there and not here]
         if any(lost):
