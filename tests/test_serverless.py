@@ -117,11 +117,12 @@ def equality():
     o = keras.optimizers
     cases = {
         "momentum": (lambda: o.SGD(0.1, momentum=0.9), {}),
-        "adam": (lambda: o.Adam(0.01), {"fits": 2}),
+        # With its own epsilon Adam makes much of what JAX rounds in another order, and hides a wrong scale.
+        "adam": (lambda: o.Adam(0.01, epsilon=1e-3), {"fits": 2}),
         "clipped": (lambda: o.Adam(0.05, global_clipnorm=0.02, epsilon=0.1), {}),
         "accumulation": (lambda: o.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=4), {}),
         # The chief ends its epochs first: it takes part in the rounds of the others, or its slots would be old ones.
-        "uneven": (lambda: o.Adam(0.01), {"rest": (0, 2, 6)}),
+        "uneven": (lambda: o.Adam(0.01, epsilon=1e-3), {"rest": (0, 2, 6)}),
         "uneven ema": (lambda: o.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9), {"rest": (0, 2, 6)}),
         "summed": (
             lambda: o.SGD(0.1 / 3),
@@ -263,7 +264,7 @@ def saved():
     if rank == 0:
         model.save(folder / "model.keras")
     hps.allreduce(0.0)  # all wait for the file
-    found = {"alike": digest([keras.Variable(v) for v in state(optimizer)])}
+    found = {"alike": digest(state(optimizer))}
     loaded = hps.load_model(str(folder / "model.keras"))
     fit(loaded, True, 1)
     found["digest"] = digest(loaded)
