@@ -45,10 +45,11 @@ class Cluster:
         wire: Sends and receives on `comm`; without a server, sends requests on it and receives replies on another.
         averages: Without a server: the communicator on which gradients are averaged.
         host: The chief's :class:`hps_keras.server.hosted.Host` of a job without a server.
+        with_horovod: Whether Horovod was running on a rank before `init`: it ends MPI on all when the first rank ends.
         link: A worker's line to the server (:class:`hps_keras.worker.link.Link`), once it has one.
         server: A parameter server's :class:`hps_keras.server.serving.Server`, once it serves.
         busy: What the process is in the middle of ("fit"), or None: an exit then is a failure.
-        trains: Whether `train_on_batch` has begun a training that ends with this process.
+        loop: The training outside `fit` (:class:`hps_keras.worker.loop.Loop`) that this worker is in, or None.
         memory_sharers: How many workers of this machine take from each of this process's pools of memory.
         nodes: The workers of each machine that has some, as world ranks; machines in the order of their first rank.
         process_sets: The numbers of the process sets in use, by the workers in them.
@@ -66,7 +67,8 @@ class Cluster:
     server: Any = None
     averages: Any = None
     host: Any = None
-    trains: bool = False
+    with_horovod: bool = False
+    loop: Any = None
     memory_sharers: Mapping[str, int] = field(default_factory=dict)
     nodes: tuple[tuple[int, ...], ...] = ((0,),)
     process_sets: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -217,7 +219,7 @@ def init(
         "dedicated_server (HPS_DEDICATED_SERVER)": settings.dedicated_server,
         "collectives (HPS_COLLECTIVES)": settings.collectives,
     }
-    views = own.allgather((problem, common, affinity(), memory_pools()))
+    views = own.allgather((problem, common, affinity(), memory_pools(), serverless.horovod_runs()))
     _refuse_together(own.rank, [view[0] for view in views], [view[1] for view in views])
     node_comm = own.Split_type(MPI.COMM_TYPE_SHARED)
     node = tuple(node_comm.allgather(own.rank))
@@ -228,6 +230,7 @@ def init(
     cluster = Cluster(own, own.rank, serving, workers, tuple(r for r in node if r in workers), settings)
     groups = [tuple(r for r in node if r in workers) for node in sorted(set(own.allgather(node)))]
     cluster.nodes = tuple(group for group in groups if group)
+    cluster.with_horovod = any(view[4] for view in views)
     cluster.memory_sharers = Counter(pool for r in cluster.node_workers for pool in views[r][3])
     crowded = sum(sharers) > len(cpus)
     patience = Patience(settings.polling == "spin", crowded)
@@ -280,6 +283,8 @@ def shutdown() -> None:
         _leave(cluster)
         if cluster.host is not None:
             cluster.host.see_off()
+    if cluster.with_horovod:
+        serverless.wait_for_all(cluster)
     _undo()
 
 
@@ -296,7 +301,7 @@ def _leave(cluster: Cluster) -> None:
     """Tells the server that this worker's process ends (without Keras, which must not be imported at exit)."""
     assert cluster.wire is not None
     dest = cluster.coordinator
-    sending = cluster.wire.post(dest, Header(Kind.LEAVE, Flag.STOP if cluster.trains else 0))
+    sending = cluster.wire.post(dest, Header(Kind.LEAVE, Flag.STOP if cluster.loop else 0))
     cluster.wire.patience.until(sending.done, 10.0, lambda: f"{cluster.coordinator_name} is gone already")
     cluster.wire.cancel()
 

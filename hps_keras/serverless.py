@@ -1,8 +1,11 @@
-"""Joining a job without a parameter server: ``hps.init(servers=0)``."""
+"""Joining a job without a parameter server, ``hps.init(servers=0)``, and one in which Horovod runs."""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from hps_keras.errors import ConfigurationError
@@ -11,6 +14,10 @@ from hps_keras.wire import Patience, Wire
 if TYPE_CHECKING:
     from hps_keras.cluster import Cluster
     from hps_keras.settings import Settings
+
+logger = logging.getLogger("hps_keras")
+
+_SAY_AFTER = 60.0  # seconds
 
 
 def check(settings: Settings, MPI: Any) -> None:
@@ -45,6 +52,27 @@ def join(cluster: Cluster, patience: Patience) -> None:
         from hps_keras.server.hosted import Host
 
         cluster.host = Host(cluster, cluster.comm, replies)
+
+
+def horovod_runs() -> bool:
+    """Whether Horovod runs in this process."""
+    loaded = (sys.modules.get(name) for name in ("horovod.tensorflow", "horovod.torch"))
+    return any(module.is_initialized() for module in loaded if module is not None)
+
+
+def wait_for_all(cluster: Cluster) -> None:
+    """Waits, at the end of this process, until all ranks have come to theirs.
+
+    Horovod stops on all ranks when one stops, and ends the MPI that it has started under those who still use it.
+    """
+    assert cluster.wire is not None
+    request, began, said = cluster.comm.Ibarrier(), time.monotonic(), False
+    while not request.Test():
+        waited = time.monotonic() - began
+        if waited > _SAY_AFTER and not said:
+            said = True
+            logger.info("this process waits for the ends of all others, since Horovod would end MPI for all")
+        cluster.wire.patience.rest(waited)
 
 
 def _horovod() -> Any:
