@@ -413,6 +413,18 @@ def test_all_who_are_silent_are_named():
     assert [f.text[:8] for f in fails(later(job, 0))] == ["worker 0", "worker 2"]
 
 
+def test_with_patience_a_silent_worker_has_failed_only_when_others_wait():
+    """A worker that `train_on_batch` trains may have no more batches, which it tells at its process's end only."""
+    job = training(2, BSP())
+    job.coordinator.patient = True
+    steps(job, 2)
+    assert not fails(later(job, 5000))
+    job.push(0)
+    assert not fails(later(job, 599))
+    (fail,) = fails(later(job, 2))
+    assert "worker 1 fell silent" in fail.text
+
+
 def test_each_push_begins_a_new_wait():
     job = training(1, ASP())
     steps(job, 2, (0,))

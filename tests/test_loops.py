@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 # -- inside the ranks --
 
 
-def _step(model, optimizer):
+def _step(model, optimizer, jit=False):
     """Returns a function of a batch that applies its gradient, as scripts for each back end write it."""
     import keras
     from models import classification
@@ -25,7 +25,7 @@ def _step(model, optimizer):
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        @tf.function
+        @tf.function(jit_compile=jit)
         def on_tensorflow(x, y):
             with tf.GradientTape() as tape:
                 value = loss(y, model(x, training=True))
@@ -76,12 +76,12 @@ def _batches(shares=SHARES, rank=None):
     return list(zip(x.reshape(STEPS, -1, *x.shape[1:]), y.reshape(STEPS, -1)))
 
 
-def _loop(model, optimizer, batches, loop=None, sync_after=None):
+def _loop(model, optimizer, batches, loop=None, sync_after=None, jit=False):
     """Trains on batches, with the exchange of `loop` or plainly."""
     import keras
 
     jax = keras.backend.backend() == "jax"
-    step = _jax_step(model, optimizer) if jax else _step(model, optimizer)
+    step = _jax_step(model, optimizer) if jax else _step(model, optimizer, jit)
     if jax and loop is None:
         optimizer.build(model.trainable_variables)
         own = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
@@ -159,6 +159,14 @@ def uneven():
             "statistics": float(abs(numbers(model.non_trainable_variables[:1])[0]).max()),
             "steps": [w["steps"] for w in loop.summary.workers],
         }
+    # One leaves where the other only syncs.
+    model, optimizer = _model(me), hps.DistributedOptimizer(_momentum())
+    with hps.training(model, optimizer) as loop:
+        _loop(model, optimizer, _batches(rank=me)[:4], loop, sync_after=None if me else 4)
+        at_sync = digest(model) if not me else None
+        if not me:
+            _loop(model, optimizer, _batches(rank=me)[4:], loop)
+    found["left"] = {"at sync": at_sync, "digest": digest(model), "updates": loop.summary.updates}
     return found
 
 
@@ -206,11 +214,12 @@ def variants():
         ("overlap", {"overlap": True}),
         ("8 bits", {"push_bits": 8, "pull_bits": 8}),
         ("asp", {"consistency": "asp"}),
+        ("jit", {}),
     ):
         model, optimizer = _model(me), hps.DistributedOptimizer(_momentum(), **options)
         before = digest(_model(0))
         with hps.training(model, optimizer) as loop:
-            _loop(model, optimizer, _batches(rank=me), loop, sync_after=5)
+            _loop(model, optimizer, _batches(rank=me), loop, sync_after=5, jit=name == "jit")
         (updates,) = loop.summary.updates
         found[name] = {"digest": digest(model), "moved": digest(model) != before, "updates": updates}
     return found
@@ -328,6 +337,12 @@ def test_workers_with_unequal_numbers_of_steps_end_equal(trained, consistency):
     assert one["statistics"] == other["statistics"] > 0
 
 
+def test_worker_that_leaves_where_others_sync_is_out(trained):
+    one, other = (trained.results["uneven"][rank]["left"] for rank in (0, 1))
+    assert other["digest"] == one["at sync"] != one["digest"]
+    assert one["updates"] == [10]
+
+
 def test_train_on_batch_exchanges_by_itself(trained):
     one, other = (trained.results["on_batch"][rank] for rank in (0, 1))
     assert one["difference"] < TOLERANCE
@@ -337,7 +352,7 @@ def test_train_on_batch_exchanges_by_itself(trained):
     assert "hps.training([one, other])" in one["second model"]
 
 
-@pytest.mark.parametrize("name, updates", [("overlap", 10), ("8 bits", 10), ("asp", 20)])
+@pytest.mark.parametrize("name, updates", [("overlap", 10), ("8 bits", 10), ("asp", 20), ("jit", 10)])
 def test_what_is_said_of_the_exchange_holds_in_loops(trained, name, updates):
     one, other = (trained.results["variants"][rank][name] for rank in (0, 1))
     assert one["digest"] == other["digest"] and one["moved"]

@@ -56,12 +56,12 @@ class Coordinator:
         now: Time of creation, seconds on any clock that only goes forward.
 
     Attributes:
-        overlap: Whether the workers of this `fit` compute while their pushes travel; to be set when it has begun. A
-            gradient is then one round old in BSP, too.
+        overlap: Whether workers compute while pushes travel, so that BSP's gradients are a round old; set at `enter`.
+        patient: Whether a silent worker has failed only when others wait for it; set at `enter`, too.
     """
 
     def __init__(self, workers: int, consistency: Consistency, timeout: float, now: float) -> None:
-        self.consistency, self.overlap = consistency, False
+        self.consistency, self.overlap, self.patient = consistency, False, False
         self.timeout = timeout
         self._remind_every = min(timeout / 4, 10.0)
         self._workers = [Standing(owes_since=now) for _ in range(workers)]
@@ -248,13 +248,13 @@ class Coordinator:
     def tick(self, now: float) -> list[Decision]:
         """Time passes: time-outs, reminders and the log line about whom everybody waits for."""
         decisions: list[Decision] = []
+        first = min((self._workers[rank].asked_at for rank in self._asking), default=now)
         for rank, worker in enumerate(self._workers):
-            silent = now - worker.owes_since
-            if rank in self._asking:
-                if now - worker.reminded_at >= self._remind_every:
-                    worker.reminded_at = now
-                    decisions.append(Wait(rank, self._awaited(worker)))
-            elif worker.state is State.TRAINING and worker.steps >= 2 and silent > self.timeout:
+            silent = now - (max(worker.owes_since, first) if self.patient else worker.owes_since)
+            if rank in self._asking and now - worker.reminded_at >= self._remind_every:
+                worker.reminded_at = now
+                decisions.append(Wait(rank, self._awaited(worker)))
+            elif rank in self._attendance.computing and worker.steps >= 2 and silent > self.timeout:
                 decisions.append(Fail(self._what_is_owed(rank, silent), silent=True))
         if now - self._logged_at >= _LOG_EVERY:
             self._logged_at = now
@@ -361,8 +361,8 @@ class Coordinator:
         del self._gathers[key]
         said = self._epoch_over(contributions, now) if name == "pause" else []
         if name == "enter":
-            self._stop, self._chief, self._plan, self.overlap = False, min(contributions), Plan(), False
-            self._pacing = Rounds([], self._attendance)
+            self._stop = self.overlap = self.patient = False
+            self._chief, self._plan, self._pacing = min(contributions), Plan(), Rounds([], self._attendance)
         for rank in contributions:
             worker = self._workers[rank]
             worker.gather, worker.owes_since = None, now

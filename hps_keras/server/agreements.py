@@ -136,6 +136,7 @@ class Agreements:
         self.groups, self._final = [], []
         ready = [rank for rank, value in values.items() if value["overlap"]]
         overlap = self._coordinator.overlap = len(ready) == len(values)
+        self._coordinator.patient = all(value["ends_with_process"] for value in values.values())
         if ready and not overlap:
             logger.warning("overlap=True on workers %s but not on all: all wait for their answers", ready)
         body = {

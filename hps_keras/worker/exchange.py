@@ -56,6 +56,7 @@ class Exchange:
         self.resizing: Resizing | None = None  # how the sizes of batches are to follow speed and memory
         self.metrics: dict[str, float] = {}  # of the last epoch's exchange, over all workers
         self.last_seconds, self.last_samples = 0.0, 0
+        self.ends_with_process = False  # as `train_on_batch` by itself, which nobody ends
         self._answered: float | None = None  # when the last step ended; what comes since is the next one's time
         self.started = self._finalized = False
         self._moving: tuple[list[tuple[Any, np.ndarray]], np.ndarray] = ([], np.zeros(0, np.uint8))
@@ -84,8 +85,9 @@ class Exchange:
             "memory": headroom.memory if headroom else 0,
         }
         value = {"epochs": epochs, "initial_epoch": initial_epoch, "data": data, "looks": self.looks}
-        value["overlap"] = _overlaps(self.model, self.rank)
+        value |= {"overlap": _overlaps(self.model, self.rank), "ends_with_process": self.ends_with_process}
         body, _ = self.link.gather("enter", value)
+        self.link.begin_training()
         self.chief, self.server_returns, self._seed = body["chief"] == self.rank, body["returns"], body["seed"]
         self.training.overlap = body["overlap"]
         self._begin_pass(body["leases"])

@@ -114,6 +114,11 @@ class Link:
         _, text, fresh = self.request(header, {"name": name, "value": body}, payload, into)
         return text, fresh
 
+    def begin_training(self) -> None:
+        """All have entered the same `fit` or loop: its gathers are counted anew, as some may hold more of them."""
+        for name in ("weights", "declare", "pause", "resume", "end", "logs"):
+            self._sequences.pop(name, None)
+
     def agree(
         self, name: str, mean: dict[str, Any] | None = None, any_: bool = False, chief: Any = None
     ) -> dict[str, Any]:

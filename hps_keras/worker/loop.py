@@ -19,8 +19,6 @@ from hps_keras.worker.guard import Exchanging, Guard, unguarded
 from hps_keras.worker.link import link
 from hps_keras.worker.parts import Parts, check_parts, parts_of
 
-_running: Loop | None = None
-
 
 class Loop:
     """What :func:`training` returns; a context manager.
@@ -57,17 +55,16 @@ class Loop:
         return self
 
     def _begin(self, here: cluster.Cluster) -> None:
-        global _running
         if not here.alone:
             check_parts(self._parts)
             exchange = self._exchange = Exchange(link(here), self._parts, here.rank)
-            exchange.pushes.wait = self._by_itself  # what travels would be lost at the process's end
+            # Nobody ends it: what travels would be lost, and a worker may do something else for long.
+            exchange.pushes.wait = exchange.ends_with_process = self._by_itself
             exchange.enter(None, 0)
             exchange.resume_clock()
             here.busy = None if self._by_itself else "hps.training block"
-            here.trains = self._by_itself
         self._step = backends.step(self._parts)
-        _running = self
+        here.loop = self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -77,7 +74,6 @@ class Loop:
             self._end()
 
     def _end(self) -> None:
-        global _running
         here, exchange = cluster.current(), self._exchange
         self._store()
         if exchange is None:
@@ -86,8 +82,8 @@ class Loop:
             self._check_exchanged()
             exchange.pause(False)
             self.summary = Summary.of(exchange.leave())
-            here.busy, here.trains = None, False
-        self._exchange = _running = None
+            here.busy = None
+        self._exchange = here.loop = None
 
     # -- in it --
 
@@ -168,7 +164,7 @@ class Loop:
             self._stored = True
 
     def _check_open(self, name: str) -> None:
-        if _running is not self:
+        if not cluster.is_initialized() or cluster.current().loop is not self:
             raise ConfigurationError(f"loop.{name} outside of its block: write `with hps.training(model) as loop:`")
 
     def _check_exchanged(self) -> None:
@@ -233,8 +229,9 @@ def training(model: Any, optimizer: Any = None) -> Loop:
 
 def end_running() -> None:
     """Ends, together with the other workers, what `train_on_batch` has begun by itself, if it has."""
-    if _running is not None and _running._by_itself:
-        _running._end()
+    loop = cluster.current().loop
+    if loop is not None and loop._by_itself:
+        loop._end()
 
 
 def attach(model: Any, batch: Any) -> bool:
@@ -255,15 +252,13 @@ def attach(model: Any, batch: Any) -> bool:
         return False
     if not model.built:
         model._symbolic_build(data_batch=batch)
-    if _running is None:
-        Loop(parts_of(model, None), by_itself=True).__enter__()
-    assert _running
-    if not _running.covers(model):
+    loop = cluster.current().loop or Loop(parts_of(model, None), by_itself=True).__enter__()
+    if not loop.covers(model):
         raise ConfigurationError(
-            f"train_on_batch of model {model.name!r}, while model {_running._parts.name!r} is trained: let both be "
-            "trained in one block, `with hps.training([one, other]):`, around the whole loop"
+            f"train_on_batch of model {model.name!r}, while model {loop._parts.name!r} is trained: let both be trained "
+            "in one block, `with hps.training([one, other]):`, around the whole loop"
         )
-    _running.wrap(model)
+    loop.wrap(model)
     return True
 
 
