@@ -355,8 +355,9 @@ def problem(rank):
 def linear(rank):
     import keras
 
-    layers = [keras.layers.Dense(width, use_bias=False) for width in WIDTHS[1:]]
-    model = keras.Sequential([keras.Input(WIDTHS[:1]), *layers])
+    # Named, as the workers have made other models than the server has.
+    layers = [keras.layers.Dense(width, use_bias=False, name=f"dense_of_{width}") for width in WIDTHS[1:]]
+    model = keras.Sequential([keras.Input(WIDTHS[:1]), *layers], name="linear")
     model.set_weights(problem(rank)[2:])
     return model
 
@@ -393,6 +394,12 @@ def local_layers():
             adam.register_local_var(model.layers[1].kernel)
         except hps.ConfigurationError as error:
             found["late"] = str(error)
+    state = hps.elastic.KerasState(model)
+    model.fit(x, y, callbacks=[serving()], **options)  # forgotten
+    state.restore()
+    found["restored"] = [w.tolist() for w in model.get_weights()]
+    model.fit(x, y, callbacks=[serving()], **options)
+    found["adam twice"] = [w.tolist() for w in model.get_weights()]
 
     model = linear(me)
     wrapped = hps.DistributedOptimizer(sgd(), backward_passes_per_step=2, scale_local_gradients=False)
@@ -567,9 +574,10 @@ class TestRanks:
     def test_local_layers_are_trained_on_each_worker_alone(self, ended):
         results = [ended["local_layers"][rank] for rank in (0, 1)]
         adam, momenta = reference(Adam, scale=0.5, passes=1)
+        twice, _ = reference(Adam, scale=0.5, passes=1, epochs=2 * EPOCHS)
         sgd, _ = reference(Momentum, scale=1.0, passes=2)
         for rank, found in enumerate(results):
-            for name, wanted in (("adam", adam), ("sgd", sgd)):
+            for name, wanted in (("adam", adam), ("restored", adam), ("adam twice", twice), ("sgd", sgd)):
                 for mine, theirs in zip(found[name], wanted[rank]):
                     np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-4, atol=1e-5, err_msg=name)
             assert found["saved"]["same weights"] and found["saved"]["iterations"] == BATCHES * EPOCHS
@@ -638,14 +646,14 @@ class Adam:
         return -rate * self.first / (np.sqrt(self.second) + 1e-7)
 
 
-def reference(rule, scale, passes):
+def reference(rule, scale, passes, epochs=EPOCHS):
     """Both workers in float64: the first matrix each one's own, the second common; weights and first moments."""
     data = [problem(rank) for rank in (0, 1)]
     own = [first.astype("float64") for _, _, first, _ in data]
     common = data[0][3].astype("float64")
     rules, shared = [rule(), rule()], rule()
     sums = [[0.0, 0.0], [0.0, 0.0]]
-    for step in range(BATCHES * EPOCHS):
+    for step in range(BATCHES * epochs):
         rows = slice(step % BATCHES * BATCH, (step % BATCHES + 1) * BATCH)
         for rank, (x, y, _, _) in enumerate(data):
             hidden = x[rows] @ own[rank]
