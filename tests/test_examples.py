@@ -16,6 +16,7 @@ from test_mnist import mnist
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "mnist_lenet5.py"
 DATA = ROOT / "examples" / "data"
+LOOPS = [("gradient_tape", "tensorflow"), ("torch_loop", "torch"), ("jax_loop", "jax")]
 PARTS = ("x_train", "y_train", "x_test", "y_test")
 
 pytestmark = pytest.mark.timeout(600)
@@ -139,9 +140,7 @@ def test_demo_compares_three_ways_under_hpsrun(few):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    "name, module", [("gradient_tape", "tensorflow"), ("torch_loop", "torch"), ("jax_loop", "jax")]
-)
+@pytest.mark.parametrize("name, module", LOOPS)
 def test_loop_trains_with_a_dedicated_server(name, module, few):
     if find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
@@ -152,3 +151,14 @@ def test_loop_trains_with_a_dedicated_server(name, module, few):
     assert len(losses) == 3 and losses[-1] < losses[0], "the chief alone speaks, and the loss falls"
     accuracy = re.findall(r"^test accuracy (\d+\.\d\d)%$", done.stdout, re.MULTILINE)
     assert len(accuracy) == 1 and float(accuracy[0]) > 40
+
+
+@pytest.mark.parametrize("name, module", LOOPS)
+def test_loop_in_one_process_alone_is_plain_keras(name, module, few):
+    if find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    done = start(ROOT / "examples" / f"{name}.py", "--data", few, "--epochs", 2)
+    assert done.returncode == 0, done.stdout
+    assert "one process alone" in done.stdout
+    accuracy = re.findall(r"^test accuracy (\d+\.\d\d)%$", done.stdout, re.MULTILINE)
+    assert len(accuracy) == 1 and float(accuracy[0]) > 30

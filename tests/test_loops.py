@@ -179,7 +179,8 @@ def on_batch():
     model.compile(hps.DistributedOptimizer(_momentum()), classification())
     for x, y in _batches(rank=me):
         model.train_on_batch(x, y)
-    hps.broadcast_variables(model.variables, root_rank=0)
+    hps.broadcast_variables(model.variables, root_rank=0)  # as Horovod's loops do, which changes nothing here
+    hps.broadcast_variables(model.optimizer.variables, root_rank=0)
     found = {"alone": digest(model)}
     other = _model(me)
     other.compile(hps.DistributedOptimizer(_momentum()), classification())
