@@ -88,8 +88,11 @@ def _horovod() -> Any:
 
 def _start_horovod(cluster: Cluster) -> None:
     hvd = _horovod()
-    # Horovod waits for ever for a worker that does not come, unless told otherwise.
-    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(int(cluster.settings.timeout) + 1))
+    # Horovod waits for ever for a worker that does not come, unless told otherwise. It says which one it misses, which
+    # the coordinator cannot see, so it has to be the first to end the job.
+    patience = max(1, int(cluster.settings.timeout / 2))
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(patience))
+    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, min(60, patience // 2))))
     if not hvd.is_initialized():
         hvd.init(comm=cluster.comm)
     if hvd.size() != len(cluster.workers):

@@ -59,6 +59,11 @@ class Settings:
             )
         if self.collectives not in ("mpi", "horovod"):
             raise ConfigurationError(f"collectives={self.collectives!r} (HPS_COLLECTIVES): use 'mpi' or 'horovod'")
+        if not self.servers and self.server_ranks != (-1,):
+            raise ConfigurationError(
+                f"server_ranks={list(self.server_ranks)} (HPS_SERVER_RANKS) with servers=0 (HPS_SERVERS): no "
+                "rank becomes a parameter server; leave one of them out"
+            )
         if not self.servers and self.dedicated_server:
             raise ConfigurationError(
                 "dedicated_server=True (HPS_DEDICATED_SERVER) with servers=0 (HPS_SERVERS): without a parameter server "

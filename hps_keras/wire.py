@@ -78,7 +78,7 @@ class Header(NamedTuple):
         group: Index of the optimizer.
         version: Push: the version that the gradient was computed on. Answer: the version that the parameters have now.
         samples: Samples behind the gradient or the contribution. Answer, without a server: behind the whole round.
-        sequence: Number of the gather.
+        sequence: Number of the gather. Push, without a server: checksum of a worker's first gradient, else 0.
         rate: Learning rate of the step. Answer, without a server: of the round.
         seconds: Time of the step on the worker, without waiting and communication.
         memory: Bytes of memory that the worker can still use, 0 if unknown.

@@ -15,6 +15,7 @@ import hps_keras as hps
 from hps_keras.consistency import AllReduce, with_server, without_server
 from hps_keras.coordination.coordinator import Coordinator
 from hps_keras.coordination.decisions import Answer, Complete, Fail, Push, Update
+from hps_keras.settings import Settings
 
 SERVERLESS = {"servers": 0}
 TOLERANCE = 1e-5
@@ -54,6 +55,12 @@ def test_other_models_need_a_server(given):
 def test_few_bits_and_overlap_need_a_server(given, bits, overlap, said):
     with pytest.raises(hps.ConfigurationError, match=f"{said}.*servers=1"):
         without_server(given, bits, overlap, {})
+
+
+def test_no_rank_is_named_as_a_server_where_there_is_none():
+    assert Settings.of({"HPS_SERVERS": "0"}).servers == 0
+    with pytest.raises(hps.ConfigurationError, match=r"server_ranks=\[0\].*servers=0.*leave one of them out"):
+        Settings.of({"HPS_SERVERS": "0", "HPS_SERVER_RANKS": "0"})
 
 
 def test_allreduce_needs_that_there_is_no_server():

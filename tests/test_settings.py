@@ -28,14 +28,15 @@ ENVIRON = {
     "HPS_TIMEOUT": "12.5",
     "HPS_POLLING": "spin",
     "HPS_SERVER_DEVICE": "gpu",
-    "HPS_SERVERS": "0",
+    "HPS_SERVERS": "1",
     "HPS_DEDICATED_SERVER": "0",
-    "HPS_COLLECTIVES": "horovod",
+    "HPS_COLLECTIVES": "mpi",
 }
 
 
 def test_each_setting_has_a_variable():
-    assert of(ENVIRON) == Settings((0,), 12.5, "spin", "gpu", 0, False, "horovod")
+    assert of(ENVIRON) == Settings((0,), 12.5, "spin", "gpu", 1, False, "mpi")
+    assert of({"HPS_SERVERS": "0", "HPS_COLLECTIVES": "horovod"}) == Settings(servers=0, collectives="horovod")
     assert of({"HPS_DEDICATED_SERVER": "yes"}).dedicated_server
     assert {f"HPS_{f.name.upper()}" for f in dataclasses.fields(Settings)} == set(ENVIRON)
 
@@ -43,7 +44,8 @@ def test_each_setting_has_a_variable():
 def test_an_argument_wins_over_its_variable():
     given_ = {"server_ranks": 1, "timeout": 3, "polling": "sleep", "server_device": "cpu"}
     given_ |= {"servers": 1, "dedicated_server": True, "collectives": "mpi"}
-    assert of(ENVIRON, **given_) == Settings((1,), 3.0, "sleep", "cpu", 1, True, "mpi")
+    without = {"HPS_SERVERS": "0", "HPS_COLLECTIVES": "horovod"}
+    assert of(ENVIRON | without, **given_) == Settings((1,), 3.0, "sleep", "cpu", 1, True, "mpi")
 
 
 def test_an_empty_variable_counts_as_not_set():
