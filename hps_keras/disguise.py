@@ -17,7 +17,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from hps_keras import backends, slots
+from hps_keras import backends, hdf5, slots
 from hps_keras.consistency import Consistency
 from hps_keras.errors import ConfigurationError, HpsError
 from hps_keras.horovod.arguments import Reduction
@@ -310,6 +310,7 @@ def subclass(base: type, mixin: type) -> type:
         if registered:
             object_registration.GLOBAL_CUSTOM_NAMES[made] = registered
         _classes[base, mixin] = made
+        hdf5.mend()
     return _classes[base, mixin]
 
 

@@ -135,13 +135,13 @@ def test_resnet_goes_on_from_its_checkpoint(tmp_path):
     first = falling(hpsrun(tmp_path, "keras_resnet.py", "--epochs", 2), 2)
     output = hpsrun(tmp_path, "keras_resnet.py", "--epochs", 4)
     # Worker 0 alone loads it; the others learn from it where to go on, and with which weights and slots.
-    assert output.count("going on from ./checkpoint-2.keras after 24 steps") == 1
+    assert output.count("going on from ./checkpoint-2.h5 after 24 steps") == 1
     second = losses(output)
     assert len(second) == 2 and second[0] < first[1] and "Epoch 3/4" in output and "Epoch 2/4" not in output
     rows = list(csv.DictReader((tmp_path / "logs.csv").read_text().splitlines()))
     assert [int(row["epoch"]) for row in rows] == [0, 1, 2, 3]
     assert [float(row["lr"]) for row in rows] == pytest.approx([0.04, 0.04, 0.004, 0.0004])
-    assert sorted(path.name for path in tmp_path.glob("*.keras")) == [f"checkpoint-{n}.keras" for n in (1, 2, 3, 4)]
+    assert sorted(path.name for path in tmp_path.glob("*.h5")) == [f"checkpoint-{n}.h5" for n in (1, 2, 3, 4)]
 
 
 @pytest.mark.mpi

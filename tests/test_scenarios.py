@@ -97,6 +97,7 @@ def goes_on():
         chief = hvd.is_worker() and me == 0
         if chief:
             half.save(file)
+            half.save(file.with_suffix(".h5"))  # Keras's older format, which Horovod's examples write
             np.savez(folder() / f"{name}.npz", *whole.get_weights())
         hvd.broadcast_object("the file is written", 0)
 
@@ -107,6 +108,8 @@ def goes_on():
         case["chief"] = train(loaded)
         loaded = hvd.load_model(file) if hvd.is_worker() else fresh(make, 20)
         case["all"] = train(loaded)
+        loaded = hvd.load_model(file.with_suffix(".h5")) if chief else fresh(make, 30 + me)
+        case["h5"] = train(loaded)
         found[name] = case
     return found
 
@@ -285,7 +288,7 @@ def of(two, name, case):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("how", ["chief", "all"])
+@pytest.mark.parametrize("how", ["chief", "all", "h5"])
 @pytest.mark.parametrize("name", ["momentum", "adam", "schedule"])
 def test_training_from_the_chief_s_file_goes_on_bit_by_bit(two, name, how):
     ranks = of(two, "goes_on", name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hps_keras import cluster
+from hps_keras import cluster, hdf5
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
 from hps_keras.quantization.compression import Compression
@@ -122,7 +122,7 @@ def load_model(
     """Loads a model and makes its optimizer a distributed one, slots and iterations included.
 
     Args:
-        filepath: A saved Keras model.
+        filepath: A saved Keras model, ``.keras`` or ``.h5``.
         custom_optimizers: Optimizer classes of the script's own.
         custom_objects: As for ``keras.saving.load_model``.
         compression: As for :func:`hps_keras.DistributedOptimizer`.
@@ -146,6 +146,7 @@ def load_model(
         say_once("load_model(legacy_opts=True) does nothing: Keras 3 has no legacy optimizers")
     model = keras.saving.load_model(filepath, custom_objects=objects | dict(custom_objects or {}))
     if getattr(model, "optimizer", None) is not None:
+        hdf5.restore(model, filepath)
         DistributedOptimizer(model.optimizer, compression=compression)
     return model
 

@@ -13,7 +13,7 @@ from tensorflow import keras
 import hps_keras as hvd
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--checkpoint-format", default="./checkpoint-{epoch}.keras")
+parser.add_argument("--checkpoint-format", default="./checkpoint-{epoch}.h5")
 parser.add_argument("--log-dir", default="./logs")
 parser.add_argument("--fp16-allreduce", action="store_true")
 parser.add_argument("--epochs", type=int, default=4)
