@@ -491,6 +491,17 @@ def one_skips_fit():
         fit_until(None, where="nowhere")
 
 
+def one_ends_its_training_first():
+    import keras
+    import numpy as np
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hps.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x = np.ones((8, 2), "float32")
+    for _ in range(2 if hps.rank() == 1 else 4):
+        model.train_on_batch(x, x[:, :1])
+
+
 @marked
 @pytest.mark.parametrize(
     ("job", "said"),
@@ -500,6 +511,7 @@ def one_skips_fit():
         (stopped_between_steps, "worker 1 fell silent"),
         (stopped_in_an_average, "worker 1 fell silent"),
         (one_skips_fit, "worker 0 ended its script without the fit"),
+        (one_ends_its_training_first, "worker 1 has left the training while workers [0, 2] go on"),
     ],
 )
 def test_a_job_that_loses_a_worker_ends_and_says_who(job, said):

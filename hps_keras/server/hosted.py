@@ -137,8 +137,8 @@ class Coordinating(Server):
             missing = sorted(set(range(len(self._rank))) - {push.worker for push in pushes})
             if missing:
                 raise ProtocolError(
-                    f"worker {missing[0]} has left fit while workers {[push.worker for push in pushes]} train: without "
-                    "a server all train to the end together"
+                    f"worker {missing[0]} has left the training while workers {[push.worker for push in pushes]} go "
+                    "on: without a parameter server all train to the end together"
                 )
             self._over[index] = all(push.idle for push in pushes)
         super()._carry_out(decisions)
