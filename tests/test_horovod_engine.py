@@ -3,11 +3,9 @@
 Horovod's last release builds with TensorFlow 2.18 at most, so it has an environment of its own: ``make test-horovod``.
 """
 
-import importlib.util
-
 import pytest
 from ranks import run
-from test_serverless import SHARES, TOLERANCE, agree
+from test_serverless import SHARES, TOLERANCE, agree, has_horovod
 
 import hps_keras as hps
 
@@ -16,7 +14,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
-        importlib.util.find_spec("horovod.tensorflow") is None,
+        not has_horovod(),
         reason="stock Horovod is not installed here: make test-horovod builds it in an environment of its own",
     ),
 ]

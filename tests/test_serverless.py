@@ -4,8 +4,10 @@ Two launches for each back end and one for each way to fail. Functions of a laun
 processes, in which every rank is a worker.
 """
 
+import logging
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,20 @@ import hps_keras as hps
 from hps_keras.consistency import AllReduce, with_server, without_server
 from hps_keras.coordination.coordinator import Coordinator
 from hps_keras.coordination.decisions import Answer, Complete, Fail, Push, Update
+from hps_keras.server.twins import Twins
 from hps_keras.settings import Settings
 
 SERVERLESS = {"servers": 0}
 TOLERANCE = 1e-5
 SHARES = (12, 4, 8)
+
+
+def has_horovod():
+    """Whether Horovod is installed; the folder of that name among the tests is no package."""
+    try:
+        return find_spec("horovod.tensorflow") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 # -- decisions, without MPI --
@@ -111,6 +122,17 @@ def test_who_waits_in_an_average_is_not_the_one_who_is_missing():
     coordinator.waits(0, 90.0)
     failures = [d for d in coordinator.tick(102.0) if isinstance(d, Fail)]
     assert len(failures) == 1 and failures[0].text.startswith("worker 1 fell silent")
+
+
+@pytest.mark.parametrize(("sums", "warns"), [((5, 5), True), ((5, 6), False)])
+def test_workers_on_the_same_data_are_told_by_the_checksums_that_they_send(sums, warns, caplog):
+    twins = Twins()
+    twins.begin({0: None, 1: None}, lent=False)
+    with caplog.at_level(logging.WARNING, "hps_keras"):
+        for worker, number in enumerate(sums):
+            assert twins.watches(worker)
+            twins.told(worker, number)
+    assert ("computed the same first gradient" in caplog.text) is warns
 
 
 # -- on ranks: the numbers of one large batch --
@@ -519,6 +541,23 @@ def test_a_job_that_loses_a_worker_ends_and_says_who(job, said):
     ended = run(job, 3, init=SERVERLESS, env={"HPS_TIMEOUT": "20"}, timeout=200, check=False)
     assert ended.returncode != 0, ended.output
     assert said in ended.output
+
+
+def without_horovod():
+    try:
+        hps.init(servers=0, collectives="horovod")
+    except hps.ConfigurationError as error:
+        return str(error)
+    return None
+
+
+@marked
+@pytest.mark.skipif(has_horovod(), reason="Horovod is installed here")
+def test_horovod_s_engine_has_to_be_installed():
+    found = run(without_horovod, 2, init={"skip": True}, timeout=200).results["without_horovod"]
+    assert found
+    for text in found.values():
+        assert "collectives='horovod'" in text and "HOROVOD_WITH_MPI=1 pip install horovod" in text
 
 
 @marked
