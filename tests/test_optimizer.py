@@ -581,7 +581,7 @@ def test_training_past_the_exchange_is_refused_everywhere(on_backend):
         wrong = {what: answer for what, answer in found["refused"].items() if answer is not True}
         assert not wrong, f"world rank {rank}"
         assert found["untouched"]
-    without_callback = 1 if backend == "jax" else 3
+    without_callback = 1 if backend == "jax" else 2
     assert [len(ranks[rank]["refused"]) for rank in (0, 1, 2)] == [4 + without_callback] * 2 + [without_callback]
 
 
