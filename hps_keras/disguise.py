@@ -238,23 +238,25 @@ class Alone(Accumulating):
         scaled = [g if factor == 1 else ops.convert_to_tensor(g) * factor for g in grads]
         super()._backend_apply_gradients(scaled, trainable_variables)  # type: ignore[misc]
 
-    def _saved(self) -> list[Any]:
+    @property
+    def saved(self) -> list[Any]:
+        """The variables of the plain optimizer."""
         return [*slots.own_variables(self), *slots.slots_of(self)]
 
     def save_own_variables(self, store: Any) -> None:
         """Saves what the plain optimizer would."""
-        for index, variable in enumerate(self._saved()):
+        for index, variable in enumerate(self.saved):
             store[str(index)] = ops.convert_to_numpy(variable)
 
     def load_own_variables(self, store: Any) -> None:
         """Loads what a plain optimizer has saved."""
-        if len(store.keys()) != len(self._saved()):
+        if len(store.keys()) != len(self.saved):
             logger.warning(
                 "optimizer %r: the file holds %d values instead of %d, so it loads none",
-                self.name, len(store.keys()), len(self._saved()),
+                self.name, len(store.keys()), len(self.saved),
             )  # fmt: skip
             return
-        for index, variable in enumerate(self._saved()):
+        for index, variable in enumerate(self.saved):
             variable.assign(np.asarray(store[str(index)]))
 
 
@@ -278,8 +280,11 @@ class Container(Disguised):
         """Saves what the plain optimizer would."""
         values = [ops.convert_to_numpy(v) for v in self._variables]
         for inner in inside(self):
-            wrapped = isinstance(inner, Distributed)
-            values += slots.saved_values(inner) if wrapped else map(ops.convert_to_numpy, inner.variables)
+            if isinstance(inner, Distributed):
+                values += slots.saved_values(inner)
+            else:
+                kept = inner.saved if isinstance(inner, Alone) else inner.variables
+                values += map(ops.convert_to_numpy, kept)
         for index, value in enumerate(values):
             store[str(index)] = value
 

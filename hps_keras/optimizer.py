@@ -238,7 +238,7 @@ def _wrap(optimizer: Any, terms: Terms) -> Any:
         raise ConfigurationError(f"optimizer {optimizer.name!r} is wrapped already: call DistributedOptimizer once")
     alone = cluster.current().alone
     if isinstance(optimizer, CONTAINERS):
-        if not inside(optimizer) and not alone:
+        if not inside(optimizer) and (not alone or terms.reduction.passes > 1):
             raise ConfigurationError(
                 f"optimizer {optimizer.name!r} chooses its inner optimizers by a function, so they are not known yet: "
                 "give it a keras.optimizers.OptimizerMap, or wrap each optimizer that the function returns"
@@ -247,7 +247,7 @@ def _wrap(optimizer: Any, terms: Terms) -> Any:
             _wrap(inner, terms)
     elif terms.reduction.passes > 1:
         _accumulate(optimizer, terms.reduction.passes, alone)
-    if alone and (isinstance(optimizer, CONTAINERS) or terms.reduction.passes == 1):
+    if alone and terms.reduction.passes == 1:
         optimizer.__dict__["register_local_var"] = local.check_variable
         return optimizer
     if isinstance(optimizer, CONTAINERS):

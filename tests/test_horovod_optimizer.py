@@ -190,6 +190,25 @@ def test_one_process_alone_accumulates_too(alone, tmp_path):
     assert type(keras.optimizers.deserialize(keras.optimizers.serialize(again))) is keras.optimizers.SGD
 
 
+def test_one_process_alone_accumulates_under_a_loss_scale(alone, tmp_path):
+    import keras
+    from models import difference
+
+    def scaled(inner):
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+
+    wrapped = hps.DistributedOptimizer(scaled(sgd()), backward_passes_per_step=2)
+    plain = trained(scaled(sgd(2 * RATE, gradient_accumulation_steps=2)))
+    model = trained(wrapped)
+    assert difference(model.weights, plain.weights) < 1e-5
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras").optimizer
+    assert type(loaded) is keras.optimizers.LossScaleOptimizer
+    assert loaded.inner_optimizer.gradient_accumulation_steps is None
+    slots = [v for v in plain.optimizer.inner_optimizer.variables if "accumulator" not in v.name]
+    assert difference(loaded.inner_optimizer.variables[2:], slots[2:]) < 1e-5
+
+
 def test_one_process_alone_has_local_variables_only(alone):
     import keras
 
@@ -572,22 +591,7 @@ class TestRanks:
         assert found["values"][0] == found["values"][1] and found["slots"] < 1e-5
 
     def test_local_layers_are_trained_on_each_worker_alone(self, ended):
-        results = [ended["local_layers"][rank] for rank in (0, 1)]
-        adam, momenta = reference(Adam, scale=0.5, passes=1)
-        twice, _ = reference(Adam, scale=0.5, passes=1, epochs=2 * EPOCHS)
-        sgd, _ = reference(Momentum, scale=1.0, passes=2)
-        for rank, found in enumerate(results):
-            for name, wanted in (("adam", adam), ("restored", adam), ("adam twice", twice), ("sgd", sgd)):
-                for mine, theirs in zip(found[name], wanted[rank]):
-                    np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-4, atol=1e-5, err_msg=name)
-            assert found["saved"]["same weights"] and found["saved"]["iterations"] == BATCHES * EPOCHS
-            for mine, theirs in zip(found["saved"]["momenta"], momenta[rank]):
-                np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-3, atol=1e-5)
-            assert len(found["saved"]["momenta"]) == 2
-            assert "register local variables and layers before the first fit" in found["late"]
-            assert "so it has nothing to exchange" in found["all"]
-        assert results[0]["adam"][1] == results[1]["adam"][1], "the common layer is the same, bit by bit"
-        assert not np.allclose(results[0]["adam"][0], results[1]["adam"][0])
+        check_local_layers([ended["local_layers"][rank] for rank in (0, 1)])
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_a_local_layer_s_optimizer_is_the_user_s(self, ended, name):
@@ -608,6 +612,38 @@ class TestRanks:
         for rank in (0, 1):
             for asked, moved in ended["corrected"][rank].items():
                 assert moved == pytest.approx(descended(asked == "True"), rel=1e-5), asked
+
+
+def check_local_layers(results):
+    """Compares both workers with the numbers of one process."""
+    adam, momenta = reference(Adam, scale=0.5, passes=1)
+    twice, _ = reference(Adam, scale=0.5, passes=1, epochs=2 * EPOCHS)
+    sgd, _ = reference(Momentum, scale=1.0, passes=2)
+    for rank, found in enumerate(results):
+        for name, wanted in (("adam", adam), ("restored", adam), ("adam twice", twice), ("sgd", sgd)):
+            for mine, theirs in zip(found[name], wanted[rank]):
+                np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert found["saved"]["same weights"] and found["saved"]["iterations"] == BATCHES * EPOCHS
+        for mine, theirs in zip(found["saved"]["momenta"], momenta[rank]):
+            np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-3, atol=1e-5)
+        assert len(found["saved"]["momenta"]) == 2
+        assert "register local variables and layers before the first fit" in found["late"]
+        assert "so it has nothing to exchange" in found["all"]
+    assert results[0]["adam"][1] == results[1]["adam"][1], "the common layer is the same, bit by bit"
+    assert not np.allclose(results[0]["adam"][0], results[1]["adam"][0])
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(1000)
+def test_without_a_server_the_numbers_are_the_same():
+    functions = [sums, local_layers, corrected]
+    ended = run(functions, 2, init={"servers": 0}, env={"KERAS_BACKEND": "tensorflow"}, timeout=900).results
+    for case in ("equal", "unequal"):
+        assert ended["sums"][0][case]["digest"] == ended["sums"][1][case]["digest"]
+        assert ended["sums"][0][case]["difference"] < 1e-5, case
+    check_local_layers([ended["local_layers"][rank] for rank in (0, 1)])
+    for asked, moved in ended["corrected"][0].items():
+        assert moved == pytest.approx(descended(asked == "True"), rel=1e-5), asked
 
 
 def descended(follows):
