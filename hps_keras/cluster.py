@@ -243,12 +243,21 @@ def init(
     backends.set_threads(max(1, int(available_cpus() / max(1.0, sum(1 for s in sharers if s > 0)))))
     _cluster = cluster
     _end_together(cluster.name(own.rank))
+    if cluster.world_rank == cluster.workers[0]:
+        logger.info("%s", _cast(cluster))
     _add_sets(process_sets)
     atexit.register(_at_exit)
     if cluster.is_server and settings.dedicated_server:
         from hps_keras.server.dedicated import serve_to_the_end
 
         serve_to_the_end(cluster)
+
+
+def _cast(cluster: Cluster) -> str:
+    """Who is what: with Horovod all ranks of the launcher were workers."""
+    workers, machines = len(cluster.workers), len(cluster.nodes)
+    served = f"parameter server: world rank {cluster.servers[0]}" if cluster.servers else "no parameter server"
+    return f"{workers} worker{'s'[: workers != 1]} on {machines} machine{'s'[: machines != 1]}, {served}"
 
 
 def _add_sets(process_sets: Any) -> None:

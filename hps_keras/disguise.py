@@ -188,14 +188,27 @@ class Distributed(Accumulating):
             for variable, constraint in constrained:
                 variable.constraint = constraint
 
+    @property
+    def lr(self) -> Any:
+        """What Keras 2 called the learning rate: an assignment to it would do nothing, and say nothing."""
+        raise AttributeError(f"optimizer {self.name!r} has no lr: Keras 3 calls it learning_rate")
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        raise AttributeError(
+            f"optimizer {self.name!r} has no lr: Keras 3 calls it learning_rate; write optimizer.learning_rate = "
+            f"{value}"
+        )
+
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         half = self.__dict__["_hps"]
         if not half.attached:
             raise HpsError(
                 f"optimizer {self.name!r} was made by hps.DistributedOptimizer, but nothing exchanges its gradients: "
-                "add hps.callbacks.ParameterServer() as the first callback of model.fit(...) on every rank; in a loop "
-                "of your own, write `with hps.training(model, optimizer) as loop:` around it, and loop.step(samples) "
-                "after each step"
+                "give model.fit(..., callbacks=[...]) hps.callbacks.ParameterServer() or one of Horovod's callbacks, "
+                "on every rank and not under `if hps.rank() == 0:`; in a loop of your own, write `with "
+                "hps.training(model, optimizer) as loop:` around it, and loop.step(samples) after each step; with "
+                "hps.DistributedGradientTape, which averages by itself, use the plain optimizer"
             )
         stash.leave(self, *local.apply(self, grads, trainable_variables))
         if not _APPLY_COUNTS:

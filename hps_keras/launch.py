@@ -231,6 +231,7 @@ def make_settings(options: argparse.Namespace) -> dict[str, str]:
         settings["HPS_SERVER_RANKS"] = ",".join(words)
     if options.servers is not None:
         settings["HPS_SERVERS"] = str(options.servers)
+        _check_serverless(options)
     if options.dedicated_server:
         settings["HPS_DEDICATED_SERVER"] = "1"
     if options.timeout is not None:
@@ -238,6 +239,20 @@ def make_settings(options: argparse.Namespace) -> dict[str, str]:
     if options.polling is not None:
         settings["HPS_POLLING"] = options.polling
     return settings
+
+
+def _check_serverless(options: argparse.Namespace) -> None:
+    """Refuses before anything starts what the ranks would refuse after they have loaded Keras."""
+    if options.servers:
+        return
+    if options.consistency is not None and options.consistency.strip().lower() not in ("allreduce", "bsp"):
+        raise ConfigurationError(
+            f"argument --consistency {options.consistency} with --servers 0: without a parameter server workers train "
+            "in rounds; leave one of the two out"
+        )
+    for name, given in {"--server-ranks": options.server_ranks, "--dedicated-server": options.dedicated_server}.items():
+        if given:
+            raise ConfigurationError(f"argument {name} with --servers 0: there is no server; leave one of the two out")
 
 
 def resolve_program(words: Sequence[str]) -> list[str]:

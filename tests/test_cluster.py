@@ -187,6 +187,8 @@ def test_roles_and_ranks(worlds, world):
     for case in seen[0]:
         server = world - 1 if case in ("default", "last", "negative variable", "argument wins") else 0
         assert {r: seen[r][case] for r in seen} == expected(world, server), case
+    several, server = f"{world - 1} worker{'s'[: world > 2]}", world - 1
+    assert f"{several} on 1 machine, parameter server: world rank {server}" in worlds[world].output
 
 
 def test_init_twice_and_shutdown_and_back(worlds):

@@ -172,7 +172,7 @@ def test_a_worker_that_ends_its_epoch_instead_is_named():
     c.define([0], BSP())
     c.gather(0, gather_name("allreduce", None, "batch"), 1, {}, 1.0)
     (failure,) = [d for d in c.gather(1, "pause", 1, {}, 2.0) if isinstance(d, Fail)]
-    assert "worker 0 in 'user:all:allreduce:batch' number 1, worker 1 in 'pause' number 1" in failure.text
+    assert "worker 0 in allreduce 'batch' number 1, worker 1 in 'pause' number 1" in failure.text
 
 
 # -- what is refused in this process alone --

@@ -238,7 +238,8 @@ def test_workers_that_wait_for_different_things_are_told_so():
     job.gather(1, "logs")
     text = refused(lambda: job.gather(2, "other"))
     assert "worker 0 in 'pause' number 1" in text and "worker 1 in 'logs' number 1" in text
-    assert "worker 2 in 'other' number 1" in text and "is the script the same on all?" in text
+    assert "worker 2 in 'other' number 1" in text
+    assert "is the script the same on all, with as many steps on each?" in text
 
 
 def test_a_round_and_an_agreement_contradict_each_other():

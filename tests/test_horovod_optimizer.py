@@ -143,6 +143,17 @@ def test_a_local_variable_of_the_broadcast_is_one_of_the_optimizer_too():
         callback.on_train_begin()
 
 
+def test_the_old_name_of_the_learning_rate_is_refused(monkeypatch):
+    """Keras 3 takes `optimizer.lr = 0.1` for an attribute of the user's own, and trains on as before."""
+    import keras
+
+    monkeypatch.setattr(cluster, "_cluster", cluster.Cluster(None, 0, (2,), (0, 1), (0, 1), Settings()))
+    optimizer = hps.DistributedOptimizer(keras.optimizers.SGD(0.25))
+    with pytest.raises(AttributeError, match=r"write optimizer\.learning_rate = 0\.5"):
+        optimizer.lr = 0.5
+    assert not hasattr(optimizer, "lr") and float(optimizer.learning_rate) == 0.25
+
+
 # -- in a process alone --
 
 

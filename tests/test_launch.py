@@ -162,6 +162,21 @@ def test_named_launcher_of_another_mpi_is_refused(monkeypatch, tmp_path):
         launch.choose_launcher(str(path))
 
 
+@pytest.mark.parametrize(
+    "option", [["--consistency", "wasp:20"], ["--server-ranks", "0"], ["--dedicated-server"]], ids=lambda o: o[0]
+)
+def test_what_needs_a_server_is_refused_without_one(option):
+    with pytest.raises(ConfigurationError) as error:
+        launch.make_settings(launch.make_parser().parse_args(["-np", "3", "--servers", "0", *option]))
+    for part in (option[0], "--servers 0", "leave one of the two out"):
+        assert part in str(error.value)
+
+
+def test_rounds_need_no_server():
+    options = launch.make_parser().parse_args(["-np", "3", "--servers", "0", "--consistency", "BSP"])
+    assert launch.make_settings(options) == {"HPS_SERVERS": "0", "HPS_CONSISTENCY": "BSP"}
+
+
 @pytest.mark.parametrize(("library", "plugin"), [(OPENMPI, "pmix"), (MPICH, "pmi2")])
 def test_srun_is_refused_with_the_right_plugin(monkeypatch, tmp_path, library, plugin):
     monkeypatch.setattr(launch, "find_library", lambda: library)

@@ -32,7 +32,7 @@ from hps_keras.coordination.decisions import Answer, Complete, Decision, Fail, G
 from hps_keras.coordination.pacing import Flow, Group, Pacing, Released, Rounds, pacing
 from hps_keras.coordination.planning import Fitted, Plan
 from hps_keras.coordination.scheduling import Lease
-from hps_keras.horovod.reductions import is_collective, members_of
+from hps_keras.horovod.reductions import called, is_collective, members_of
 
 _LOG_EVERY = 60.0  # also how long a wait must have lasted to be worth a line
 _LONG_WAIT, _LARGE_PART = 1.0, 0.1  # of an epoch, spent at its end: worth a hint
@@ -411,7 +411,7 @@ class Coordinator:
         what = ", ".join(f"worker {r} in {self._request(self._workers[r])}" for r in sorted(self._asking))
         gone = "".join(f", worker {r} has ended its script" for r in self._where(State.LEFT))
         awaits = f"the workers wait for different things, none of which can happen: {what}{gone}"
-        return [Fail(f"{awaits}; is the script the same on all?")]
+        return [Fail(f"{awaits}; is the script the same on all, with as many steps on each?")]
 
     # -- small things --
 
@@ -446,7 +446,7 @@ class Coordinator:
 
     def _request(self, worker: Standing) -> str:
         if worker.gather:
-            return f"{worker.gather[0]!r} number {worker.gather[1]}"
+            return f"{called(worker.gather[0])} number {worker.gather[1]}"
         return f"{self._pacing.wait} of " + " and ".join(f"optimizer {g}" for g in sorted(worker.held))
 
     def _refuse(self, rank: int, did: str) -> list[Decision]:

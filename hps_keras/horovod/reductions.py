@@ -59,7 +59,9 @@ def operation_of(name: str) -> str:
 
 
 def called(name: str) -> str:
-    """Returns what to call a collective in a message."""
+    """Returns what to call a gather in a message; of a collective, in the words of the script."""
+    if not is_collective(name):
+        return repr(name)
     _, members, operation, label = name.split(":", 3)
     among = "" if members == "all" else f" among workers {members}"
     return f"{operation}{f' {label!r}' if label else ''}{among}"

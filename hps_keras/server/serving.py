@@ -141,7 +141,8 @@ class Server:
         if not collective and header.kind not in (Kind.LEAVE, Kind.EXIT):
             raise ProtocolError(
                 f"{self._cluster.name(source)} wants to train, but this parameter server's script has ended: let it "
-                "reach the same model.fit(..., callbacks=[hps.callbacks.ParameterServer(), ...]) as the workers"
+                "reach the same model.fit(..., callbacks=[hps.callbacks.ParameterServer(), ...]) as the workers, and "
+                "not under `if hps.rank() == 0:`, for all workers train"
             )
         self._act(source, header, body)
 
