@@ -148,7 +148,7 @@ def test_a_worker_that_has_ended_its_script_is_not_waited_for():
     c.gather(0, gather_name("allreduce", None, "loss"), 1, {}, 0.0)
     c.leave(1, 0.0)
     (failure,) = [d for d in c.gather(2, gather_name("allreduce", None, "loss"), 1, {}, 0.0) if isinstance(d, Fail)]
-    assert "allreduce:loss" in failure.text and "worker 1 has ended its script" in failure.text
+    assert "allreduce 'loss' number 1" in failure.text and "worker 1 has ended its script" in failure.text
 
 
 def test_a_worker_that_falls_silent_in_training_is_named():
