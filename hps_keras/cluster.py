@@ -50,6 +50,7 @@ class Cluster:
         server: A parameter server's :class:`hps_keras.server.serving.Server`, once it serves.
         busy: What the process is in the middle of ("fit"), or None: an exit then is a failure.
         loop: The training outside `fit` (:class:`hps_keras.worker.loop.Loop`) that this worker is in, or None.
+        server_ends: Whether the parameter server's process ends with the training, without another `init`.
         memory_sharers: How many workers of this machine take from each of this process's pools of memory.
         nodes: The workers of each machine that has some, as world ranks; machines in the order of their first rank.
         process_sets: The numbers of the process sets in use, by the workers in them.
@@ -69,6 +70,7 @@ class Cluster:
     host: Any = None
     with_horovod: bool = False
     loop: Any = None
+    server_ends: bool = False
     memory_sharers: Mapping[str, int] = field(default_factory=dict)
     nodes: tuple[tuple[int, ...], ...] = ((0,),)
     process_sets: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -112,6 +114,7 @@ class Cluster:
 
 
 _cluster: Cluster | None = None
+_server_gone = False  # whether the server's process ended with a job that this one has left
 _me = "this process"  # how this process calls itself when it fails
 _restore: list[Callable[[], Any]] = []  # undoes what init() changed in the interpreter
 _process = os.getpid()
@@ -163,6 +166,12 @@ def init(
     global _cluster, _process
     if _cluster is not None:
         return
+    if _server_gone:
+        raise ConfigurationError(
+            "hps.init() after hps.shutdown(): the parameter server's process has ended with the training, so there is "
+            "none to join; call hps.init() once, at the script's start, or let the server's script go on with "
+            "hps.callbacks.ParameterServer(return_on_server=True)"
+        )
     if parent_process() is not None:
         raise LaunchError(
             "hps.init() runs in a process that multiprocessing has started, which is no rank of the job: it imports "
@@ -229,6 +238,7 @@ def init(
     workers = tuple(r for r in range(own.size) if r not in serving)
     cluster = Cluster(own, own.rank, serving, workers, tuple(r for r in node if r in workers), settings)
     groups = [tuple(r for r in node if r in workers) for node in sorted(set(own.allgather(node)))]
+    cluster.server_ends = settings.dedicated_server
     cluster.nodes = tuple(group for group in groups if group)
     cluster.with_horovod = any(view[4] for view in views)
     cluster.memory_sharers = Counter(pool for r in cluster.node_workers for pool in views[r][3])
@@ -272,16 +282,23 @@ def _add_sets(process_sets: Any) -> None:
 def shutdown() -> None:
     """Leaves the job: a worker tells the server, a server waits for its workers. Called at exit when you do not.
 
-    An interpreter that ends in the middle of `fit` has failed, and takes the job with it.
+    A worker fetches the optimizers' slots first, so that models can be saved after it. An interpreter that ends in the
+    middle of `fit` has failed, and takes the job with it.
     """
-    global _cluster
+    if _cluster is not None and not _cluster.busy and "hps_keras.disguise" in sys.modules:
+        sys.modules["hps_keras.disguise"].keep_slots()
+    _leave_job()
+
+
+def _leave_job() -> None:
+    global _cluster, _server_gone
     cluster = _cluster
     if cluster is None:
         return
     if cluster.busy:
         _cry(f"{_me} ends its process in the middle of {cluster.busy}; ending the job")
         abort(1)
-    _cluster = None
+    _cluster, _server_gone = None, cluster.server_ends
     if cluster.alone:
         return
     if cluster.is_server:
@@ -320,7 +337,7 @@ def _at_exit() -> None:
         return
     # Python prints what an exit hook raises and leaves with the code that it had, 0 mostly.
     try:
-        shutdown()
+        _leave_job()
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
 

@@ -90,6 +90,12 @@ class Half:
         self.fetch: Callable[[], tuple[Sequence[int], list[np.ndarray]]] | None = None
         self.finalize: Callable[[], None] | None = None
 
+    def keep_slots(self) -> None:
+        """Fetches the slots now, if there are some: nobody will answer later."""
+        if self.fetch is not None:
+            kept = self.fetch()
+            self.fetch = lambda: kept
+
     @property
     def accumulated_factor(self) -> int:
         """What the mean gradient of the batches of one push is multiplied by: their number where it is their sum."""
@@ -367,6 +373,12 @@ def disguise_containers(model: Any) -> None:
 def living_tokens() -> list[str]:
     """The tokens of the wrapped optimizers that still exist in this process; the server forgets the others."""
     return [o.__dict__["_hps"].token for o in alive]
+
+
+def keep_slots() -> None:
+    """Fetches the slots of all wrapped optimizers, for nobody will answer a later save."""
+    for optimizer in list(alive):
+        optimizer.__dict__["_hps"].keep_slots()
 
 
 def known_classes() -> dict[str, type]:

@@ -273,6 +273,41 @@ def two_models():
     return found
 
 
+def assigned():
+    """What the script assigns to weights holds where all meet; a batch that fails and is caught is no step."""
+    from models import classification, digest
+
+    me, found = hps.rank(), {}
+    model = _model(me)
+    model.compile(hps.DistributedOptimizer(_momentum()), classification())
+    first, *others = _batches(rank=me)
+
+    def small():
+        return max(float(abs(w).max()) for w in model.get_weights()) < 1e-6
+
+    def to_zero():
+        model.set_weights([w * 0 for w in model.get_weights()])
+
+    with hps.training(model) as loop:
+        model.train_on_batch(*first)
+        if me == 0:
+            to_zero()
+        loop.sync()
+        found["sync"] = small(), digest(model)
+        model.train_on_batch(*others[0])
+        found["moved"] = digest(model)
+        to_zero()
+    found["end"] = small()
+    model.train_on_batch(*others[1])
+    try:
+        model.train_on_batch(others[1][0][:, :3], others[1][1])
+    except Exception as error:
+        found["failed"] = type(error).__name__
+    model.train_on_batch(*others[2])
+    found["after"] = digest(model)
+    return found
+
+
 def refusals():
     """What cannot be is refused with a remedy, before anything is sent."""
     import keras
@@ -310,7 +345,7 @@ def refusals():
 @pytest.fixture(scope="module")
 def trained(backend):
     return run(
-        [own_loop, uneven, variants, two_models, on_batch, refusals],
+        [own_loop, uneven, variants, two_models, on_batch, assigned, refusals],
         3,
         init={"dedicated_server": True},
         env={"KERAS_BACKEND": backend},
@@ -367,6 +402,19 @@ def test_several_models_and_optimizers_in_one_loop(trained):
         return
     assert one["difference"] < TOLERANCE and one["updates"] == [10, 10]
     assert one["digest"] == other["digest"]
+
+
+def test_what_a_script_assigns_to_weights_holds_where_all_meet(trained):
+    one, other = (trained.results["assigned"][rank] for rank in (0, 1))
+    assert one["sync"][0] and one["sync"] == other["sync"]
+    assert one["moved"] == other["moved"] != one["sync"][1]
+    assert one["end"] and other["end"]
+
+
+def test_a_batch_that_fails_and_is_caught_is_no_step(trained):
+    one, other = (trained.results["assigned"][rank] for rank in (0, 1))
+    assert one["failed"] == other["failed"]
+    assert one["after"] == other["after"]
 
 
 def test_what_cannot_be_is_refused(trained):

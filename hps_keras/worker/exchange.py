@@ -89,6 +89,7 @@ class Exchange:
         body, _ = self.link.gather("enter", value)
         self.link.begin_training()
         self.chief, self.server_returns, self._seed = body["chief"] == self.rank, body["returns"], body["seed"]
+        self.link.cluster.server_ends = bool(self.link.cluster.servers) and not self.server_returns
         self.training.overlap = body["overlap"]
         self._begin_pass(body["leases"])
         # Only now: a callback may have loaded a checkpoint when training began.
@@ -264,12 +265,22 @@ class Exchange:
 
     def _common(self) -> list[tuple[Any, np.ndarray]]:
         """The weights that the workers have in common since the last pause, each with its value then."""
-        owned = [
+        return self._exchanged() + self._moving[0]
+
+    def _exchanged(self) -> list[tuple[Any, np.ndarray]]:
+        """The weights that are exchanged, each with its last value from the server."""
+        return [
             (g.optimizer._trainable_variables[i], view)
             for g in self.training.groups
             for i, view in zip(g.variables, g.in_views)
         ]  # fmt: skip
-        return owned + self._moving[0]
+
+    def assigned(self) -> list[tuple[Any, np.ndarray]]:
+        """The weights that the script has assigned since the last answer, with their values; none with overlap."""
+        if self.training.overlap:  # what came while the step computed is no longer what the weights are
+            return []
+        changed = [variable for variable, value in self._exchanged() if _differs(variable, value)]
+        return [(variable, np.array(ops.convert_to_numpy(variable))) for variable in changed]
 
     def _set(self) -> None:
         if self.averaging is not None:
@@ -338,7 +349,7 @@ class Exchange:
         for group in self.training.groups:
             half = group.optimizer.__dict__["_hps"]
             if self.server_returns:  # nobody will answer a later save
-                half.fetch = partial(_same, half.fetch())
+                half.keep_slots()
             half.attached = False
         final: tuple[Any, tuple[np.ndarray, ...]] = (None, ())
         if self.server_returns and self.chief:  # after all callbacks, which may have restored other weights
@@ -371,9 +382,5 @@ def _overlaps(model: Any, rank: int) -> bool:
 
 
 def _differs(variable: Any, value: np.ndarray) -> bool:
-    now = np.asarray(ops.convert_to_numpy(variable)).astype(value.dtype)
-    return not np.array_equal(now, value, equal_nan=now.dtype.kind == "f")
-
-
-def _same(value: Any) -> Any:
-    return value
+    now = np.asarray(ops.convert_to_numpy(variable))
+    return not np.array_equal(now, value.astype(now.dtype), equal_nan=now.dtype.kind == "f")

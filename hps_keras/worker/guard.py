@@ -33,7 +33,11 @@ class Exchanging(Guard):
 
     def __call__(self, *arguments: Any) -> Any:
         """Trains on a batch."""
-        return self._exchange.run(self._step, self.original, arguments)
+        try:
+            return self._exchange.run(self._step, self.original, arguments)
+        except Exception:  # which the script may catch: what the step has counted is no second step
+            self._exchange.training.recover(self._step)
+            raise
 
 
 def unguarded(train_function: Any) -> Any:

@@ -7,6 +7,7 @@ by itself, which ends with the process, or where a `fit` or a block begins.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,8 @@ from hps_keras.worker.exchange import Exchange
 from hps_keras.worker.guard import Exchanging, Guard, unguarded
 from hps_keras.worker.link import link
 from hps_keras.worker.parts import Parts, check_parts, parts_of
+
+_TOO_MANY = 1 << 53  # samples: they are added up in floats
 
 
 class Loop:
@@ -80,8 +83,10 @@ class Loop:
             self.summary = Summary.alone()
         else:
             self._check_exchanged()
+            assigned = exchange.assigned()
             exchange.pause(False)
             self.summary = Summary.of(exchange.leave())
+            _assign(assigned)
             here.busy = None
         self._exchange = here.loop = None
 
@@ -119,7 +124,7 @@ class Loop:
             number = operator.index(samples)
         except TypeError:
             number = -1
-        if number < 0 or isinstance(samples, bool):
+        if not 0 <= number < _TOO_MANY or isinstance(samples, bool):
             raise ConfigurationError(f"samples={samples!r} of loop.step: give the number of samples of the step")
         self._step.take(number, state)
         self._stored = state is None
@@ -134,7 +139,8 @@ class Loop:
     def sync(self, state: Any = None) -> Any:
         """Waits for all workers, and makes them equal bit by bit; moving statistics are averaged. Call it on all.
 
-        A worker that leaves the block instead ends its own training there; the others go on without it.
+        A worker that leaves the block instead ends its own training there; the others go on without it. What the chief
+        has assigned to weights since its last step is taken by all.
 
         Args:
             state: As for :meth:`step`, for example after the last step of an epoch.
@@ -149,7 +155,9 @@ class Loop:
         self._store()
         if self._exchange is not None:
             self._check_exchanged()
+            assigned = self._exchange.assigned()
             self._exchange.pause(False)
+            _assign(assigned)
             self._exchange.resume(False, last=False)
             self._exchange.resume_clock()
         if state is None:
@@ -194,6 +202,12 @@ class Loop:
         model.train_function = unguarded(model.train_function)
         model.make_train_function()
         model.train_function = Exchanging(model.train_function, exchange, self._steps[id(model)])
+
+
+def _assign(assigned: Sequence[tuple[Any, Any]]) -> None:
+    """Gives weights the values again that the script had assigned to them."""
+    for variable, value in assigned:
+        variable.assign(value)
 
 
 def training(model: Any, optimizer: Any = None) -> Loop:

@@ -108,7 +108,7 @@ class Training:
                     self._rank, rows, type(error).__name__, most,
                 )  # fmt: skip
                 self.feed.again(most)
-                self._recover(step)
+                self.recover(step)
             again, self.timed = True, False
         if headroom is not None:
             headroom.end(step.samples)
@@ -117,7 +117,7 @@ class Training:
             self.timed = False
         self.samples += step.samples
 
-    def _recover(self, step: backends.Step) -> None:
+    def recover(self, step: backends.Step) -> None:
         """Forgets what a step that failed may have counted."""
         step.recover()
         if backends.name() == "jax":
