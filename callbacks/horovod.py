@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
+import numpy as np
 
 from hps_keras import cluster
 from hps_keras.callbacks.carrier import Carrier
@@ -26,8 +27,8 @@ class BroadcastGlobalVariablesCallback(Carrier):
         local_variables: Variables that each worker keeps to itself, see :meth:`register_local_var`.
 
     Raises:
-        ConfigurationError: Another `root_rank`, or a local variable that is none. In `fit`: a local variable whose
-            gradients are exchanged.
+        ConfigurationError: Another `root_rank`, a device that is no string, or a local variable that is none. In `fit`:
+            a local variable whose gradients are exchanged.
 
     Example:
         >>> model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])   # doctest: +SKIP
@@ -35,15 +36,15 @@ class BroadcastGlobalVariablesCallback(Carrier):
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
         super().__init__()
-        if isinstance(root_rank, bool) or root_rank != 0:
+        whole = isinstance(root_rank, (int, np.integer)) and not isinstance(root_rank, bool)
+        if not whole or root_rank != 0:
             raise ConfigurationError(
                 f"root_rank={root_rank!r} of BroadcastGlobalVariablesCallback: all workers take the weights, the "
                 "optimizer's state and the epoch of worker 0; let that one load the checkpoint, and give 0"
             )
         self.root_rank, self.device = root_rank, _ignored_device(device)
         self._local: list[Any] = []
-        single = hasattr(local_variables, "assign")  # Horovod takes one variable, too
-        for variable in [local_variables] if single else local_variables or ():
+        for variable in _listed(local_variables):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
@@ -88,6 +89,9 @@ class MetricAverageCallback(Carrier):
 
     Args:
         device: Taken for Horovod's sake.
+
+    Raises:
+        ConfigurationError: `device` is no string.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -164,7 +168,22 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         super().on_train_begin(logs)
 
 
-def _ignored_device(device: str) -> str:
+def _listed(variables: Any) -> list[Any]:
+    if variables is None:
+        return []
+    if hasattr(variables, "assign"):  # Horovod takes one variable, too
+        return [variables]
+    try:
+        return list(variables)
+    except TypeError:
+        raise ConfigurationError(
+            f"local_variables={variables!r} of BroadcastGlobalVariablesCallback: give a list of variables of the model"
+        ) from None
+
+
+def _ignored_device(device: Any) -> Any:
+    if device is not None and not isinstance(device, str):  # TensorFlow's tf.device takes None
+        raise ConfigurationError(f"device={device!r} of Horovod's callbacks: give a string, or leave it out")
     if device:
         say_once(f"device={device!r} of Horovod's callbacks has no effect: values travel through the host's memory")
     return device

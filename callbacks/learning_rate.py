@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
 from hps_keras import cluster
 from hps_keras.callbacks.carrier import Carrier
@@ -21,10 +23,10 @@ class LearningRateScheduleCallback(Carrier):
     List it on all workers. `logs` get the rate as ``"lr"`` at the end of each epoch.
 
     Args:
-        initial_lr: The rate that is multiplied.
-        multiplier: A number, or a function of the epoch (from 0).
-        start_epoch: The first epoch in which it acts.
-        end_epoch: The first one in which it acts no more; None for no end.
+        initial_lr: The rate that is multiplied, 0 or more.
+        multiplier: A number, 0 or more, or a function of the epoch (from 0).
+        start_epoch: The first epoch in which it acts, 0 or more.
+        end_epoch: The first one in which it acts no more, not before `start_epoch`; None for no end.
         staircase: True sets the rate when an epoch begins. False sets it before each batch, and the function gets the
             epoch with a fraction: epoch + batch / steps_per_epoch, with an ElasticDataset the share of the epoch's
             samples that all workers together have taken.
@@ -46,22 +48,29 @@ class LearningRateScheduleCallback(Carrier):
         self,
         initial_lr: float,
         multiplier: float | Callable[[float], float],
-        start_epoch: int = 0,
-        end_epoch: int | None = None,
+        start_epoch: float = 0,
+        end_epoch: float | None = None,
         staircase: bool = True,
         momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
+        steps_per_epoch: float | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
         self.initial_lr = _number(name, "initial_lr", initial_lr)
-        self.multiplier = (
-            multiplier if callable(multiplier) else self._constant(_number(name, "multiplier", multiplier))
-        )
-        if steps_per_epoch is not None and not steps_per_epoch >= 1:
-            raise ConfigurationError(
-                f"steps_per_epoch={steps_per_epoch!r} of {name}: give 1 or more, or None for what Keras knows"
-            )
+        if not callable(multiplier):
+            factor = _number(name, "multiplier", multiplier, "a number, 0 or more, or a function of the epoch")
+            multiplier = self._constant(factor)
+        self.multiplier = multiplier
+        if steps_per_epoch is not None:
+            _number(name, "steps_per_epoch", steps_per_epoch, "1 or more, or None for what Keras knows", least=1)
+        _number(name, "start_epoch", start_epoch)
+        if end_epoch is not None and not (isinstance(end_epoch, float) and end_epoch == math.inf):
+            _number(name, "end_epoch", end_epoch, "a number, 0 or more, or None for no end")
+            if end_epoch < start_epoch:
+                raise ConfigurationError(
+                    f"end_epoch={end_epoch!r} of {name} comes before start_epoch={start_epoch!r}, so that it never "
+                    "acts: give a later end, or leave the callback out"
+                )
         self.start_epoch, self.end_epoch, self.staircase = start_epoch, end_epoch, staircase
         self.momentum_correction, self.steps_per_epoch = momentum_correction, steps_per_epoch
         self.current_epoch = 0
@@ -157,10 +166,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: The rate at the end of the warm-up; scripts give the rate of one worker times ``hvd.size()``.
-        warmup_epochs: Epochs that it takes.
+        warmup_epochs: Epochs that it takes, 0 for no warm-up.
         momentum_correction: As for :class:`LearningRateScheduleCallback`.
         steps_per_epoch: As for :class:`LearningRateScheduleCallback`.
-        verbose: 1 prints a line at its end, on the chief.
+        verbose: 1 prints a line at its end, on the chief; 0 prints none.
 
     Raises:
         ConfigurationError: As for :class:`LearningRateScheduleCallback`.
@@ -169,11 +178,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def __init__(
         self,
         initial_lr: float,
-        warmup_epochs: int = 5,
+        warmup_epochs: float = 5,
         momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
+        steps_per_epoch: float | None = None,
         verbose: int = 0,
     ) -> None:
+        name = type(self).__name__
+        _number(name, "warmup_epochs", warmup_epochs, "a number of epochs, 0 or more")
+        if not isinstance(verbose, (int, np.integer, np.bool_)) or verbose < 0:
+            raise ConfigurationError(f"verbose={verbose!r} of {name}: give 1, or 0 to print nothing")
         super().__init__(
             initial_lr,
             self._warm,
@@ -197,8 +210,13 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
 
 
-def _number(callback: str, name: str, given: Any) -> float:
+def _number(callback: str, name: str, given: Any, remedy: str = "a number, 0 or more", least: float = 0.0) -> float:
+    """The float of a number of Python, numpy or the back end."""
+    single = not isinstance(given, (str, bytes, bool, np.bool_)) and not tuple(getattr(given, "shape", ()))
     try:
-        return float(given)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"{name}={given!r} of {callback}: give a number") from None
+        number = float(given) if single else math.nan
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not least <= number < math.inf:
+        raise ConfigurationError(f"{name}={given!r} of {callback}: give {remedy}")
+    return number

@@ -60,9 +60,11 @@ class Settings:
         if self.collectives not in ("mpi", "horovod"):
             raise ConfigurationError(f"collectives={self.collectives!r} (HPS_COLLECTIVES): use 'mpi' or 'horovod'")
         if not self.servers and self.server_ranks != (-1,):
+            _refuse_ranks(self.server_ranks)
+        if not self.servers and self.server_device is not None:
             raise ConfigurationError(
-                f"server_ranks={list(self.server_ranks)} (HPS_SERVER_RANKS) with servers=0 (HPS_SERVERS): no "
-                "rank becomes a parameter server; leave one of them out"
+                f"server_device={self.server_device!r} (HPS_SERVER_DEVICE) with servers=0 (HPS_SERVERS): no rank "
+                "becomes a parameter server; leave one of them out"
             )
         if not self.servers and self.dedicated_server:
             raise ConfigurationError(
@@ -91,7 +93,16 @@ class Settings:
                 raw = environ.get(f"HPS_{name.upper()}") or None
             if raw is not None:
                 values[name] = read(raw)
+        if values.get("servers") == 0 and "server_ranks" in values:
+            _refuse_ranks(values["server_ranks"])  # the default's value, too, where somebody gives it
         return cls(**values)
+
+
+def _refuse_ranks(ranks: tuple[int, ...]) -> None:
+    raise ConfigurationError(
+        f"server_ranks={list(ranks)} (HPS_SERVER_RANKS) with servers=0 (HPS_SERVERS): no rank becomes a parameter "
+        "server; leave one of them out"
+    )
 
 
 def _ranks(raw: Any) -> tuple[int, ...]:
@@ -108,8 +119,10 @@ def _ranks(raw: Any) -> tuple[int, ...]:
 
 def _seconds(raw: Any) -> float:
     try:
+        if isinstance(raw, bool):
+            raise TypeError("True and False are no numbers")
         return float(raw)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigurationError(f"timeout={raw!r} (HPS_TIMEOUT): give a number of seconds, e.g. 600") from None
 
 

@@ -190,6 +190,14 @@ def alone(monkeypatch):
     ("call", "words"),
     [
         (lambda: hps.allreduce(1.0, op=2), ["op=2", "hps.Average or hps.Sum"]),
+        (lambda: hps.allreduce(1.0, op=np.array([1, 0])), ["op=array([1, 0])", "hps.Average or hps.Sum"]),
+        (lambda: hps.allreduce(1.0, average=np.array([1, 0])), ["average=array([1, 0])", "True or False"]),
+        (lambda: hps.allreduce(1.0, average="no"), ["average='no'", "True or False"]),
+        (lambda: hps.reducescatter([1.0], op=np.array([1, 0])), ["op=array([1, 0])", "hps.Average or hps.Sum"]),
+        (lambda: hps.broadcast_variables([3], 0), ["variables[0]=3 is no variable", "model.variables"]),
+        (lambda: hps.broadcast_variables([np.ones(2)], 0), ["variables[0]=array([1., 1.])", "model.variables"]),
+        (lambda: hps.broadcast_variables(3, 0), ["variables=3", "give a list of variables"]),
+        (lambda: hps.broadcast_object(1, np.array([1, 0])), ["root_rank=array([1, 0])", "[0]"]),
         (lambda: hps.allreduce(1.0, average=True, op=hps.Sum), ["average=True", "leave average out"]),
         (lambda: hps.allreduce("text"), ["value='text'", "hps.broadcast_object"]),
         (lambda: hps.allreduce(True), ["bool", "convert it"]),
@@ -248,6 +256,7 @@ def test_variables_are_broadcast_where_a_tf_function_says(alone):
 def test_one_process_alone_gets_its_own(alone):
     assert float(hps.allreduce(2.5)) == 2.5
     assert float(hps.allreduce(2.0, op=hps.Sum, postscale_factor=3.0)) == 6
+    assert float(hps.allreduce(2.0, average=False)) == float(hps.allreduce(2.0, op=np.int32(1))) == 2
     assert np.asarray(hps.allgather([1.0, 2.0])).tolist() == [1, 2]
     assert np.asarray(hps.reducescatter([1.0, 2.0])).tolist() == [1, 2]
     assert int(hps.broadcast(7, 0)) == 7

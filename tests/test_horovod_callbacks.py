@@ -10,6 +10,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ranks
 
@@ -349,11 +350,67 @@ def alone(monkeypatch):
         (lambda: hps.callbacks.LearningRateScheduleCallback(None, 1.0), "initial_lr=None"),
         (lambda: hps.callbacks.LearningRateScheduleCallback(0.1, "x"), "multiplier='x'"),
         (lambda: hps.callbacks.LearningRateWarmupCallback(0.1, steps_per_epoch=0), "steps_per_epoch=0"),
+        (lambda: hps.callbacks.BroadcastGlobalVariablesCallback(0.0), "root_rank=0.0.*give 0"),
+        (lambda: hps.callbacks.BroadcastGlobalVariablesCallback("0"), "root_rank='0'.*give 0"),
+        (lambda: hps.callbacks.BroadcastGlobalVariablesCallback([0]), r"root_rank=\[0\].*give 0"),
+        (lambda: hps.callbacks.BroadcastGlobalVariablesCallback(np.array([0, 1])), r"root_rank=array\(.*give 0"),
+        (lambda: hps.callbacks.BroadcastGlobalVariablesCallback(0, device=3), "device=3.*a string"),
+        (lambda: hps.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=1), "local_variables=1.*a list"),
+        (lambda: hps.callbacks.MetricAverageCallback(3), "device=3.*a string"),
     ],
 )
 def test_bad_arguments_are_named(alone, call, words):
     with pytest.raises(ConfigurationError, match=words):
         call()
+
+
+NO_NUMBERS = ["3", True, [3], float("nan"), -1, np.array([1.0, 2.0]), 10**400]
+NO_LIMITS = [*NO_NUMBERS, float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "values"),
+    [
+        ("Schedule", "initial_lr", [*NO_LIMITS, None]),
+        ("Schedule", "multiplier", [*NO_LIMITS, None]),
+        ("Schedule", "start_epoch", [*NO_LIMITS, None]),
+        ("Schedule", "end_epoch", NO_NUMBERS),
+        ("Schedule", "steps_per_epoch", [*NO_LIMITS, 0, 0.5]),
+        ("Warmup", "initial_lr", [*NO_LIMITS, None]),
+        ("Warmup", "warmup_epochs", [*NO_LIMITS, None]),
+        ("Warmup", "steps_per_epoch", [*NO_LIMITS, 0, 0.5]),
+        ("Warmup", "verbose", ["1", None, -1, float("nan"), [1], np.array([1, 0])]),
+    ],
+)
+def test_impossible_learning_rates_are_named(alone, kind, argument, values):
+    made = getattr(hps.callbacks, f"LearningRate{kind}Callback")
+    least = {"initial_lr": 0.1} | ({"multiplier": 1.0} if kind == "Schedule" else {})
+    for value in values:
+        with pytest.raises(ConfigurationError) as error:
+            made(**(least | {argument: value}))
+        said = str(error.value)
+        assert said.startswith(f"{argument}={value!r} of LearningRate{kind}Callback: give "), said
+
+
+def test_a_schedule_must_not_end_before_it_starts(alone):
+    with pytest.raises(ConfigurationError, match=r"end_epoch=2 of .*start_epoch=5.*give a later end"):
+        hps.callbacks.LearningRateScheduleCallback(0.1, 1.0, start_epoch=5, end_epoch=2)
+
+
+def test_what_horovod_takes_for_a_learning_rate_is_taken(alone):
+    import keras
+
+    schedule, warmup = hps.callbacks.LearningRateScheduleCallback, hps.callbacks.LearningRateWarmupCallback
+    for rate in (0.1, 1, 0, np.float32(0.1), np.array(0.1), keras.ops.convert_to_tensor(0.1)):
+        assert schedule(rate, 1.0).initial_lr == warmup(rate).initial_lr == float(rate)
+    assert schedule(0.1, np.float64(0.5)).multiplier(3) == 0.5
+    assert schedule(0.1, lambda epoch: 2.0**-epoch, 0.5, 2.5).multiplier(1) == 0.5
+    for limits in ((2, None), (2, 2), (2, float("inf")), (np.int64(0), np.int64(3))):
+        made = schedule(0.1, 1.0, *limits, steps_per_epoch=12.5)
+        assert (made.start_epoch, made.end_epoch, made.steps_per_epoch) == (*limits, 12.5)
+    for epochs, verbose in ((0, 0), (2.5, 1), (np.int64(5), True), (5, np.int64(2))):
+        made = warmup(0.1, epochs, verbose=verbose)
+        assert (made.warmup_epochs, made.end_epoch, made.verbose) == (epochs, epochs, verbose)
 
 
 def compiled(rate=0.1):

@@ -175,10 +175,24 @@ def test_versions_are_compared_as_such(version, target, later):
     assert hps.is_version_greater_equal_than(version, target) is later
 
 
-@pytest.mark.parametrize(("version", "target"), [("3.15", "3.1"), (3, "3.1.0")])
+@pytest.mark.parametrize(("version", "target"), [("3.15", "3.1"), (3, "3.1.0"), ("x.y.z", "1.2.3"), ("1", "a.b.c")])
 def test_versions_that_are_none_are_refused(version, target):
-    with pytest.raises(ConfigurationError, match="three parts"):
+    with pytest.raises(ConfigurationError, match=f"ver={version!r}, target={target!r}.*three parts"):
         hps.is_version_greater_equal_than(version, target)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "remedy"),
+    [
+        ("custom_optimizers", 3, "a list of subclasses"),
+        ("custom_optimizers", int, "a list of subclasses"),
+        ("custom_optimizers", ["adam"], "a list of subclasses"),
+        ("custom_objects", 3, "a dictionary"),
+    ],
+)
+def test_what_a_model_cannot_be_loaded_with_is_refused(argument, value, remedy):
+    with pytest.raises(ConfigurationError, match=f"{argument}={re.escape(repr(value))}: give {remedy}"):
+        hps.load_model("no such file.keras", **{argument: value})
 
 
 # -- on real ranks --

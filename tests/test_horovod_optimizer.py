@@ -55,6 +55,8 @@ def asked(consistency="bsp", **given):
         ({"op": 4}, "op=Max: .*use hps.Average or hps.Sum"),
         ({"op": "sum"}, "op='sum': .*use hps.Average or hps.Sum"),
         ({"op": True}, "op=True: .*use hps.Average or hps.Sum"),
+        ({"op": np.array([1, 0])}, r"op=array\(\[1, 0\]\): .*use hps.Average or hps.Sum"),
+        ({"op": 1.0}, "op=1.0: .*use hps.Average or hps.Sum"),
         ({"op": None}, "op=None: .*use hps.Average or hps.Sum"),
         ({"op": hps.Sum, "consistency": "wasp:3"}, "op=Sum with consistency='wasp:3': .*consistency='bsp'"),
         ({"op": hps.Sum, "consistency": "auto"}, "op=Sum with consistency='auto'"),
@@ -103,7 +105,7 @@ def test_what_is_asked_for_is_heard(monkeypatch):
     said = Said()
     assert asked() == Reduction(summed=False, passes=1, averaged=False, scaled=True)
     assert asked(sparse_as_dense=True, groups=[], process_set=None) == asked()
-    assert asked(op=hps.Sum) == asked(op=1) == Reduction(summed=True, averaged=False)
+    assert asked(op=hps.Sum) == asked(op=1) == asked(op=np.int64(1)) == Reduction(summed=True, averaged=False)
     many = asked(backward_passes_per_step=4, average_aggregated_gradients=True, scale_local_gradients=False)
     assert many == Reduction(passes=4, averaged=True, scaled=False)
     assert said.lines == []

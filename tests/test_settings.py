@@ -81,6 +81,8 @@ REFUSED = [
     ("timeout", "ten", "'ten'", "number of seconds"),
     ("timeout", "", "''", "number of seconds"),
     ("timeout", [5], "[5]", "number of seconds"),
+    ("timeout", True, "True", "number of seconds"),
+    pytest.param("timeout", 10**400, "1000", "number of seconds", id="timeout-beyond floats"),
     ("polling", "busy", "'busy'", "'sleep' or 'spin'"),
     ("polling", "Spin", "'Spin'", "'sleep' or 'spin'"),
     ("polling", 3, "3", "'sleep' or 'spin'"),
@@ -108,7 +110,9 @@ def test_a_refusal_names_argument_variable_value_and_remedy(name, value, shown, 
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "value", "shown", "remedy"), [row for row in REFUSED if isinstance(row[1], str)])
+@pytest.mark.parametrize(
+    ("name", "value", "shown", "remedy"), [row for row in REFUSED if isinstance(row, tuple) and isinstance(row[1], str)]
+)
 def test_a_variable_is_refused_like_its_argument(name, value, shown, remedy):
     if not value:
         assert of({f"HPS_{name.upper()}": value}) == Settings()
@@ -146,3 +150,26 @@ def test_a_rank_outside_the_world_is_refused(world, rank):
 def test_no_server_can_be_dedicated_where_there_is_none():
     with pytest.raises(ConfigurationError, match=r"dedicated_server=True .* servers=0"):
         of(servers=0, dedicated_server=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("server_ranks", -1, "[-1]"),
+        ("server_ranks", 0, "[0]"),
+        ("server_device", "gpu", "'gpu'"),
+        ("server_device", "cpu", "'cpu'"),
+    ],
+)
+def test_nothing_is_said_of_a_server_where_there_is_none(name, value, shown):
+    given_ = {"servers": 0, name: value}
+    for environ, arguments in (
+        ({}, given_),
+        ({f"HPS_{key.upper()}": str(one) for key, one in given_.items()}, {}),
+        ({"HPS_SERVERS": "0"}, {name: value}),
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            of(environ, **arguments)
+        for part in (f"{name}={shown}", f"HPS_{name.upper()}", "servers=0", "leave one of them out"):
+            assert part in str(error.value)
+    assert of(servers=0).servers == 0

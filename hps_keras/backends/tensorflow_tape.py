@@ -18,7 +18,7 @@ def distributed(tape: Any, average: Any, scales_local: bool) -> Any:
 
     Args:
         tape: A ``tf.GradientTape``.
-        average: A :class:`hps_keras.horovod.tape.Averaging`.
+        average: A :class:`hps_keras.horovod.tape.Reducing`.
         scales_local: Whether gradients of local sources are divided by the number of workers.
     """
     base = type(tape)

@@ -54,15 +54,18 @@ def reduction(
         ConfigurationError: One has no meaning here, or is of the wrong kind.
     """
     _check_name(name)
-    for argument, device in (("device_dense", device_dense), ("device_sparse", device_sparse)):
-        _check_device(argument, device)
-    for argument, flag in (
-        ("sparse_as_dense", sparse_as_dense),
-        ("average_aggregated_gradients", average_aggregated_gradients),
-        ("scale_local_gradients", scale_local_gradients),
-    ):
-        if not isinstance(flag, bool):
-            raise ConfigurationError(f"{argument}={flag!r}: give True or False")
+    check_without_effect(
+        "DistributedOptimizer",
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        num_groups=num_groups,
+        groups=groups,
+    )
+    check_flags(
+        sparse_as_dense=sparse_as_dense,
+        average_aggregated_gradients=average_aggregated_gradients,
+        scale_local_gradients=scale_local_gradients,
+    )
     summed = _operation(op) is ReduceOp.Sum
     if summed and (not consistency.synchronous or isinstance(consistency, Auto)):
         raise ConfigurationError(
@@ -70,7 +73,6 @@ def reduction(
             "come one by one; leave op out and multiply the learning rate, or give consistency='bsp'"
         )
     _check_predivision(gradient_predivide_factor, summed)
-    _check_groups(num_groups, groups)
     _check_process_set(process_set)
     passes = backward_passes_per_step
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
@@ -78,6 +80,35 @@ def reduction(
             f"backward_passes_per_step={passes!r}: give the number of batches for one exchange, 1 or more"
         )
     return Reduction(summed, passes, average_aggregated_gradients, scale_local_gradients)
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuses what is neither True nor False.
+
+    Raises:
+        ConfigurationError: One is something else.
+    """
+    for argument, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigurationError(f"{argument}={flag!r}: give True or False")
+
+
+def check_without_effect(called: str, *, device_dense: Any, device_sparse: Any, num_groups: Any, groups: Any) -> None:
+    """Checks the arguments that do nothing here, and says so of those that are given.
+
+    Args:
+        called: The function whose arguments they are.
+        device_dense: A string.
+        device_sparse: A string.
+        num_groups: A number.
+        groups: A number, a list of lists of variables, or None.
+
+    Raises:
+        ConfigurationError: One is of the wrong kind.
+    """
+    for argument, device in (("device_dense", device_dense), ("device_sparse", device_sparse)):
+        _check_device(called, argument, device)
+    _check_groups(called, num_groups, groups)
 
 
 def _check_name(name: Any) -> None:
@@ -101,23 +132,22 @@ def _names_a_model(text: str) -> bool:
     return True
 
 
-def _check_device(argument: str, device: Any) -> None:
+def _check_device(called: str, argument: str, device: Any) -> None:
     if not isinstance(device, str):
         raise ConfigurationError(f"{argument}={device!r}: give a string, or leave it out")
     if device:
-        say_once(
-            f"DistributedOptimizer({argument}={device!r}) has no effect: gradients travel through the host's memory"
-        )
+        say_once(f"{called}({argument}={device!r}) has no effect: gradients travel through the host's memory")
 
 
 def _operation(op: Any) -> ReduceOp:
-    if isinstance(op, bool) or op not in (0, 1):
+    chosen = ReduceOp.given(op)
+    if chosen is None:
         known = _OTHER_OPS.get(op) if isinstance(op, int) and not isinstance(op, bool) else None
         raise ConfigurationError(
             f"op={known or repr(op)}: a parameter server averages the workers' gradients or adds them up; use "
             "hps.Average or hps.Sum"
         )
-    return ReduceOp(op)
+    return chosen
 
 
 def _check_predivision(factor: Any, summed: bool) -> None:
@@ -137,7 +167,7 @@ def _check_predivision(factor: Any, summed: bool) -> None:
     )
 
 
-def _check_groups(num_groups: Any, groups: Any) -> None:
+def _check_groups(called: str, num_groups: Any, groups: Any) -> None:
     for argument, given in (("num_groups", num_groups), ("groups", groups)):
         whole = isinstance(given, int) and not isinstance(given, bool) and given >= 0
         lists = argument == "groups" and (
@@ -147,9 +177,7 @@ def _check_groups(num_groups: Any, groups: Any) -> None:
             what = "a number from 0" + (", or a list of lists of variables" if argument == "groups" else "")
             raise ConfigurationError(f"{argument}={given!r}: give {what}, or leave it out")
         if given:
-            say_once(
-                f"DistributedOptimizer({argument}=...) has no effect: an optimizer's gradients travel as one buffer"
-            )
+            say_once(f"{called}({argument}=...) has no effect: its gradients travel as one message")
 
 
 def _check_process_set(process_set: Any) -> None:

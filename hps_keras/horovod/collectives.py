@@ -74,7 +74,7 @@ def allreduce(
     """
     if average is not None and op is not None:
         raise ConfigurationError(f"op={op!r} and average={average!r}: they say the same; leave average out")
-    chosen = _op(op if average is None else (Average if average else Sum))
+    chosen = _op(op) if average is None else _older_op(average)
     _check_compression(compression)
     array = _summable(value)
     if chosen is Average and array.dtype.kind in "iu":
@@ -137,8 +137,11 @@ def broadcast_variables(variables: Any, root_rank: int, process_set: Any = globa
         variables: Keras variables or those of the back end, ``model.variables`` for example; the same on all workers.
         root_rank: Rank of the worker.
         process_set: The workers that take part.
+
+    Raises:
+        ConfigurationError: One of them is no variable.
     """
-    listed = list(variables)
+    listed = _variables(variables)
     names = [getattr(v, "path", getattr(v, "name", None)) or f"variable {i}" for i, v in enumerate(listed)]
 
     def exchange(arrays: list[np.ndarray]) -> list[np.ndarray]:
@@ -188,7 +191,7 @@ def broadcast_object(
         process_set: The workers that take part.
     """
     here = cluster.current()
-    root = not here.is_server and here.rank == root_rank
+    root = not here.is_server and isinstance(root_rank, (int, np.integer)) and here.rank == root_rank
     array = _pickled(obj) if root else np.zeros(0, np.uint8)
     sent = _broadcast("broadcast_object", array, root_rank, name, process_set)
     return obj if sent is array else pickle.loads(sent.tobytes())
@@ -297,6 +300,20 @@ def _check_running(operation: str) -> None:
         )
 
 
+def _variables(given: Any) -> list[Any]:
+    """The variables, of Keras or of the back end, that can be given other values."""
+    remedy = "give a list of variables, e.g. model.variables"
+    try:
+        listed = list(given)
+    except TypeError:
+        raise ConfigurationError(f"variables={given!r}: {remedy}") from None
+    for index, one in enumerate(listed):
+        # A parameter of torch is written in place.
+        if not hasattr(one, "assign") and not hasattr(getattr(one, "data", None), "copy_"):
+            raise ConfigurationError(f"variables[{index}]={one!r} is no variable: {remedy}")
+    return listed
+
+
 def _label(name: Any) -> str | None:
     if name is not None and not isinstance(name, str):
         raise ConfigurationError(f"name={name!r}: give a string, the same on all workers, or leave it out")
@@ -306,9 +323,16 @@ def _label(name: Any) -> str | None:
 def _op(op: Any) -> ReduceOp:
     if op is None:
         return Average
-    if isinstance(op, bool) or op not in (0, 1):
+    chosen = ReduceOp.given(op)
+    if chosen is None:
         raise ConfigurationError(f"op={op!r}: use hps.Average or hps.Sum")
-    return ReduceOp(op)
+    return chosen
+
+
+def _older_op(average: Any) -> ReduceOp:
+    if not isinstance(average, (int, np.integer, np.bool_)) or average not in (0, 1):
+        raise ConfigurationError(f"average={average!r}: give True or False, or op=hps.Average or hps.Sum instead")
+    return Average if average else Sum
 
 
 def _number(name: str, given: Any) -> float:

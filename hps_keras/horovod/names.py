@@ -129,19 +129,25 @@ def load_model(
         legacy_opts: Nothing: Keras 3 has no legacy optimizers.
 
     Raises:
-        ConfigurationError: `custom_optimizers` holds something else than optimizer classes.
+        ConfigurationError: `custom_optimizers` holds something else than optimizer classes, or `custom_objects` is no
+            mapping.
     """
     import keras
 
     from hps_keras.optimizer import DistributedOptimizer
 
-    objects: dict[str, Any] = {}
-    for one in custom_optimizers or ():
-        if not (isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)):
-            raise ConfigurationError(
-                f"custom_optimizers={custom_optimizers!r}: give subclasses of keras.optimizers.Optimizer"
-            )
-        objects[one.__name__] = one
+    try:
+        listed = [] if custom_optimizers is None else list(custom_optimizers)
+        fits = all(isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer) for one in listed)
+    except TypeError:  # no list
+        fits = False
+    if not fits:
+        raise ConfigurationError(
+            f"custom_optimizers={custom_optimizers!r}: give a list of subclasses of keras.optimizers.Optimizer"
+        )
+    objects: dict[str, Any] = {one.__name__: one for one in listed}
+    if custom_objects is not None and not isinstance(custom_objects, Mapping):
+        raise ConfigurationError(f"custom_objects={custom_objects!r}: give a dictionary of names and objects")
     if legacy_opts:
         say_once("load_model(legacy_opts=True) does nothing: Keras 3 has no legacy optimizers")
     model = keras.saving.load_model(filepath, custom_objects=objects | dict(custom_objects or {}))
@@ -166,8 +172,11 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
     """
     from packaging import version
 
-    if not isinstance(ver, str) or not isinstance(target, str) or len(target.split(".")) != 3:
+    try:
+        if not isinstance(ver, str) or not isinstance(target, str) or len(target.split(".")) != 3:
+            raise ValueError("Horovod asks for three parts")
+        return version.parse(ver) >= version.parse(target)
+    except ValueError:  # version.InvalidVersion is one
         raise ConfigurationError(
-            f"ver={ver!r}, target={target!r}: give two strings, target in three parts, e.g. '3.15.0'"
-        )
-    return version.parse(ver) >= version.parse(target)
+            f"ver={ver!r}, target={target!r}: give two strings that are versions, target in three parts, e.g. '3.15.0'"
+        ) from None

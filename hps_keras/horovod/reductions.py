@@ -27,6 +27,12 @@ class ReduceOp(IntEnum):
     Average = 0
     Sum = 1
 
+    @classmethod
+    def given(cls, op: Any) -> ReduceOp | None:
+        """Returns what an argument asks for, by its name here or Horovod's number; None for anything else."""
+        whole = isinstance(op, (int, np.integer)) and not isinstance(op, bool)
+        return cls(int(op)) if whole and op in (0, 1) else None
+
 
 # -- names --
 

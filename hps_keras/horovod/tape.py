@@ -10,6 +10,7 @@ import numpy as np
 from hps_keras import backends, cluster
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
+from hps_keras.horovod.arguments import check_flags, check_without_effect
 from hps_keras.horovod.autograph import as_written
 from hps_keras.horovod.collectives import Average, allreduce
 from hps_keras.horovod.process_sets import global_process_set
@@ -76,23 +77,21 @@ def DistributedGradientTape(
         from hps_keras.server.dedicated import serve_to_the_end
 
         serve_to_the_end(here)
-    _say_without_effect(device_dense=device_dense, device_sparse=device_sparse, num_groups=num_groups, groups=groups)
-    average = Averaging(op, compression, gradient_predivide_factor, process_set)
+    check_without_effect(
+        "DistributedGradientTape",
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        num_groups=num_groups,
+        groups=groups,
+    )
+    check_flags(sparse_as_dense=sparse_as_dense, scale_local_gradients=scale_local_gradients)
+    average = Reducing(op, compression, gradient_predivide_factor, process_set)
     from hps_keras.backends.tensorflow_tape import distributed
 
-    return distributed(gradtape, average, bool(scale_local_gradients))
+    return distributed(gradtape, average, scale_local_gradients)
 
 
-def _say_without_effect(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value:
-            say_once(
-                f"DistributedGradientTape({name}=...) has no effect: the gradients of a call travel as one message, "
-                "from and to the memory of the CPU"
-            )
-
-
-class Averaging:
+class Reducing:
     """What becomes of the gradients of one call, in one flat array.
 
     Args:
@@ -107,19 +106,20 @@ class Averaging:
     """
 
     def __init__(self, op: Any, compression: Any, factor: Any, process_set: Any) -> None:
-        if isinstance(op, bool) or op not in (0, 1):
+        chosen = ReduceOp.given(op)
+        if chosen is None:
             raise ConfigurationError(f"op={op!r} of DistributedGradientTape: use hps.Average or hps.Sum")
         if not isinstance(compression, Compressor):
             raise ConfigurationError(f"compression={compression!r}: use hps.Compression.none or hps.Compression.fp16")
         number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if not number or not 0 < factor < float("inf"):
             raise ConfigurationError(f"gradient_predivide_factor={factor!r}: give a number above 0")
-        if factor != 1 and op != ReduceOp.Average:
+        if factor != 1 and chosen is not ReduceOp.Average:
             raise ConfigurationError(
                 f"gradient_predivide_factor={factor!r} with op=hps.Sum: only the division of a mean can be split; "
                 "leave one of them out"
             )
-        self._op, self._factor, self._process_set = ReduceOp(op), float(factor), process_set
+        self._op, self._factor, self._process_set = chosen, float(factor), process_set
         self._dtype = np.float16 if compression.bits <= 16 else np.float32
         self.alone = cluster.current().alone
         self.workers = len(getattr(process_set, "ranks", None) or cluster.current().workers)
@@ -138,7 +138,8 @@ class Averaging:
             ConfigurationError: A source named has no gradient here, but on other workers.
         """
         label = "DistributedGradientTape"
-        sent = flat.astype(self._dtype, copy=False)
+        with np.errstate(over="ignore"):  # said below
+            sent = flat.astype(self._dtype, copy=False)
         mean = np.asarray(
             allreduce(
                 sent,
@@ -149,6 +150,12 @@ class Averaging:
                 process_set=self._process_set,
             )
         )
+        # Of what all get, the chief sees other workers' overflows too, and says so.
+        if sent.dtype == np.float16 and np.any(np.isfinite(flat) & np.isinf(mean)):
+            say_once(
+                "DistributedGradientTape(compression=hps.Compression.fp16): gradients came back infinite, for values "
+                "beyond 65,504 become infinite in float16; use hps.Compression.none, or scale the loss down"
+            )
         found = mean[len(mean) - len(absent) :]
         lost = [name for name, here, there in zip(absent, flat[len(flat) - len(absent) :], found) if there and not here]
         if any(lost):
