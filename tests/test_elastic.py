@@ -87,6 +87,90 @@ def heard():
     return {"synced": synced, "restored": [state.rank, digest(model.get_weights())]}
 
 
+def plain():
+    """Each worker applies its own plain optimizer, as with a tape: here to the same batch, so that all stay equal.
+
+    The parameter server's script has the state too, and trains nothing.
+    """
+    import keras
+    import numpy as np
+
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+    def steps(number):
+        for _ in range(number if hps.is_worker() else 0):
+            model.train_on_batch(x, x[:, :1])
+        return everything()
+
+    def everything():
+        values = [np.asarray(keras.ops.convert_to_numpy(v)) for v in model.optimizer.variables]
+        return {"iterations": int(values[0]), "all": digest([*model.get_weights(), *values])}
+
+    if hps.world_rank() == 0:  # as one that has loaded a checkpoint
+        steps(5)
+    state = hps.elastic.KerasState(model)
+    state.sync()
+    synced = everything()
+    steps(2)
+    state.commit()
+    own = len(state._slots)
+    committed, one = everything(), steps(3)
+    state.restore()
+    restored, two = everything(), steps(3)
+    state.restore()  # what was kept has not moved with the variables
+    return {"own": own, "synced": synced, "steps": [committed, one, restored, two, everything()]}
+
+
+def plain_unlike():
+    """Worker 1 has another plain optimizer than the chief."""
+    import keras
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9 * hps.rank()), "mse")
+    try:
+        hps.elastic.KerasState(model).sync()
+    except hps.HpsError as error:
+        return str(error)
+    return "no refusal"
+
+
+def by_itself():
+    """train_on_batch without a block: restore and sync are what the next one goes on from."""
+    import keras
+
+    keras.utils.set_random_seed(3)
+    model = dense(consistency="bsp")
+    x, y = data(8)
+    state = hps.elastic.KerasState(model, note="first")
+
+    def steps(number):
+        for _ in range(number):
+            model.train_on_batch(x, y)
+        return digest(model.get_weights())
+
+    committed = steps(3)
+    state.commit()
+    one = steps(3)
+    state.restore()
+    restored, two = digest(model.get_weights()), steps(3)
+    iterations = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+    model.set_weights([w + 1 + hps.rank() for w in model.get_weights()])
+    state.sync()
+    synced = digest(model.get_weights())
+    model.optimizer.learning_rate = 0.0
+    stays = steps(1)
+    return {
+        "back": restored == committed,
+        "ends": [one, two],
+        "iterations": iterations,
+        "synced": [synced, stays],
+        "restored": restored,
+    }
+
+
 def restores():
     """Two epochs, commit, two more, restore, and the same two more again: slots and counts come back as well."""
     import keras
@@ -163,7 +247,13 @@ def refused():
     state = hps.elastic.KerasState(model, batch=0, epoch=0, told="")
     x, y = data(8)
     model.fit(x, y, batch_size=4, verbose=0, callbacks=[InFit(state)])
-    return state.told
+    with hps.training(model):
+        model.train_on_batch(x, y)
+        try:
+            state.restore()
+        except hps.HpsError as error:
+            in_block = str(error)
+    return [state.told, in_block]
 
 
 # -- what the ranks have found --
@@ -171,7 +261,7 @@ def refused():
 
 @pytest.fixture(scope="module")
 def two(backend):
-    functions = [heard, script, restores, in_the_middle, refused]
+    functions = [heard, plain, script, plain_unlike, by_itself, restores, in_the_middle, refused]
     return ranks.run(functions, 3, env={"KERAS_BACKEND": backend}, timeout=500)
 
 
@@ -217,8 +307,33 @@ class TestOnTwoWorkers:
             assert any(seen["travelling"]), "no push ever travelled: the test is blind"
 
     def test_restore_in_fit_is_refused(self, two):
-        for told in both(two, "refused"):
-            assert "restore() in a callback" in told
+        for in_fit, in_block in both(two, "refused"):
+            assert "restore() in a callback" in in_fit
+            assert "restore() in a block of hps.training" in in_block
+
+    def test_a_plain_optimizer_is_kept_on_each_worker_and_the_chief_s_after_sync(self, two):
+        everywhere = two.results["plain"]
+        assert set(everywhere) == {0, 1, 2}, "the server hears it too"
+        one, other = both(two, "plain")
+        assert one["own"] == other["own"] == 1 and everywhere[2]["own"] == 0
+        assert one["synced"] == other["synced"] and one["synced"]["iterations"] == 5
+        assert one["steps"] == other["steps"]
+        committed, first, restored, second, again = one["steps"]
+        assert [seen["iterations"] for seen in one["steps"]] == [7, 10, 7, 10, 7]
+        assert committed == restored == again and first == second != committed
+
+    def test_another_plain_optimizer_than_the_chief_s_is_refused(self, two):
+        one, other = both(two, "plain_unlike")
+        assert one == "no refusal" and "4 variables on worker 1, which do not fit the 2 of worker 0" in other, (
+            one,
+            other,
+        )
+
+    def test_train_on_batch_goes_on_from_what_is_restored(self, two):
+        one, other = both(two, "by_itself")
+        assert one == other and one["back"]
+        assert one["ends"][0] == one["ends"][1] != one["restored"] and one["iterations"] == 6
+        assert one["synced"][0] == one["synced"][1]
 
 
 # -- in this process alone --
@@ -255,9 +370,18 @@ def test_one_process_alone_keeps_and_restores(alone):
     ("call", "words"),
     [
         (lambda: hps.elastic.KerasState(dense(built=False)), "not built"),
+        (lambda: hps.elastic.KerasState(None), "model=None of KerasState"),
+        (lambda: hps.elastic.KerasState(dense(), optimizer="sgd"), "optimizer='sgd' of KerasState"),
         (lambda: hps.elastic.KerasState(dense(), save=1), "save= of KerasState"),
+        (lambda: hps.elastic.KerasState(dense(), _weights=3), "_weights= of KerasState"),
+        (lambda: hps.elastic.KerasState(dense(), backend=3), "backend= of KerasState"),
         (lambda: hps.elastic.CommitStateCallback(None, -1), "batches_per_commit=-1"),
         (lambda: hps.elastic.CommitStateCallback(None, True), "batches_per_commit=True"),
+        (lambda: hps.elastic.CommitStateCallback(None, "3"), "batches_per_commit='3'"),
+        (lambda: hps.elastic.CommitStateCallback(None, 0), "state=None of CommitStateCallback"),
+        (lambda: hps.elastic.UpdateBatchStateCallback(hps.elastic.KerasState(dense())), "has no batch"),
+        (lambda: hps.elastic.UpdateEpochStateCallback(hps.elastic.KerasState(dense())), "has no epoch"),
+        (lambda: hps.elastic.run(3), "func=3 of elastic.run"),
         (lambda: hps.elastic.run(train)("state"), "state='state'"),
     ],
 )
