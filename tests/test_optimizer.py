@@ -670,5 +670,5 @@ def without_callback():
 def test_fit_without_the_callback_ends_the_job():
     ended = run(without_callback, 3, env=_environment("tensorflow"), check=False)
     assert ended.returncode != 0
-    assert "add hps.callbacks.ParameterServer() as the first callback of model.fit(...)" in ended.output
+    assert "give model.fit(..., callbacks=[...]) hps.callbacks.ParameterServer()" in ended.output
     assert ended.results["without_callback"] == {}
