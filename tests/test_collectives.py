@@ -477,7 +477,7 @@ def broadcast_of_nobody():
     ("function", "words"),
     [
         (different_shapes, ["allreduce 'loss'", "worker 0 (2,), worker 1 (3,)"]),
-        (leaves_early, ["allreduce:alone", "worker 1 has ended its script"]),
+        (leaves_early, ["allreduce 'alone' number 1", "worker 1 has ended its script"]),
         (dies, []),
         (broadcast_of_nobody, ["broadcast:nobody", "no worker has called"]),
     ],

@@ -414,7 +414,7 @@ def without_callback():
 def test_a_worker_without_the_callback(fail):
     said = fail(without_callback, 2).output
     assert "worker 0 (world rank 0) failed" in said and "HpsError" in said
-    assert "add hps.callbacks.ParameterServer() as the first callback of model.fit(...)" in said
+    assert "give model.fit(..., callbacks=[...]) hps.callbacks.ParameterServer()" in said
 
 
 # -- silence: scenario 31 --

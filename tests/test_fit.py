@@ -392,7 +392,7 @@ def test_what_every_rank_refuses(three):
     for rank, seen in three.results["refused"].items():
         assert "callbacks hold hps.callbacks.ParameterServer twice" in seen["twice"], rank
         for case in ("without", "without, compiled"):
-            assert "HpsError" in seen[case] and "add hps.callbacks.ParameterServer() as the first" in seen[case], rank
+            assert "HpsError" in seen[case] and "callbacks=[...]) hps.callbacks.ParameterServer()" in seen[case], rank
 
 
 # Scenario 16

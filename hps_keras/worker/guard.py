@@ -19,8 +19,8 @@ class Guard:
         """Refuses to train."""
         raise HpsError(
             "this model's optimizer was made by hps.DistributedOptimizer, but nothing exchanges its gradients here: "
-            "add hps.callbacks.ParameterServer() as the first callback of model.fit(...), or train by train_on_batch, "
-            "or in a loop of your own (hps.training)"
+            "give model.fit(..., callbacks=[...]) hps.callbacks.ParameterServer() or one of Horovod's callbacks, or "
+            "train by train_on_batch, or in a loop of your own (hps.training)"
         )
 
 
