@@ -302,9 +302,9 @@ def _leave_job() -> None:
     if cluster.alone:
         return
     if cluster.is_server:
-        from hps_keras.server import serving as server
+        from hps_keras.server.serving import see_off
 
-        server.see_off(cluster)
+        see_off(cluster)
     else:
         _leave(cluster)
         if cluster.host is not None:

@@ -245,11 +245,15 @@ def _check_serverless(options: argparse.Namespace) -> None:
     """Refuses before anything starts what the ranks would refuse after they have loaded Keras."""
     if options.servers:
         return
-    if options.consistency is not None and options.consistency.strip().lower() not in ("allreduce", "bsp"):
-        raise ConfigurationError(
-            f"argument --consistency {options.consistency} with --servers 0: without a parameter server workers train "
-            "in rounds; leave one of the two out"
-        )
+    if options.consistency is not None:
+        from hps_keras.consistency import without_server
+
+        try:
+            without_server(options.consistency, (32, 32), overlap=False)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"argument --consistency {options.consistency} with --servers 0: leave one of the two out ({error})"
+            ) from None
     for name, given in {"--server-ranks": options.server_ranks, "--dedicated-server": options.dedicated_server}.items():
         if given:
             raise ConfigurationError(f"argument {name} with --servers 0: there is no server; leave one of the two out")

@@ -79,12 +79,15 @@ class BackendStep(Step):
         self._check(state)
         self._state = list(state)
 
+    def _variables(self) -> tuple[Sequence[Any], ...]:
+        """Those whose values are the training state."""
+        return self.model.trainable_variables, self.model.non_trainable_variables, self.model.optimizer.variables
+
     def _check(self, state: Any) -> None:
         names = ("trainable_variables", "non_trainable_variables", "optimizer_variables")
-        own = (self.model.trainable_variables, self.model.non_trainable_variables, self.model.optimizer.variables)
         if not isinstance(state, (tuple, list)) or len(state) < len(names):
             raise ConfigurationError(f"state={type(state).__name__} of loop.step: give ({', '.join(names)})")
-        for name, values, variables in zip(names, state, own):
+        for name, values, variables in zip(names, state, self._variables()):
             if len(values) != len(variables):
                 raise ConfigurationError(
                     f"state of loop.step: {name} holds {len(values)} arrays, where the model and its optimizer have "
@@ -99,8 +102,7 @@ class BackendStep(Step):
         return getattr(kind, "_make", kind)(self._state)
 
     def store(self) -> None:
-        own = (self.model.trainable_variables, self.model.non_trainable_variables, self.model.optimizer.variables)
-        for variables, values in zip(own, self._state):
+        for variables, values in zip(self._variables(), self._state):
             self._write(variables, values)
 
     @staticmethod
@@ -110,8 +112,7 @@ class BackendStep(Step):
                 variable.assign(value)
 
     def read(self) -> Any:
-        own = (self.model.trainable_variables, self.model.non_trainable_variables, self.model.optimizer.variables)
-        return tuple([v.value for v in variables] for variables in own)
+        return tuple([v.value for v in variables] for variables in self._variables())
 
     def _place(self, optimizer: Any) -> tuple[Any, ...]:
         known = self._places.get(id(optimizer))

@@ -23,13 +23,7 @@ def assign(variables: Sequence[Any], ask: Callable[[list[np.ndarray]], Sequence[
     Raises:
         ConfigurationError: The function is compiled by XLA, whose programs cannot speak to other processes.
     """
-    from tensorflow.python.ops import control_flow_util
-
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ConfigurationError(
-            "broadcast_variables in a tf.function with jit_compile=True: XLA's programs cannot speak to other "
-            "processes; leave jit_compile out, or call it after the function"
-        )
+    refuse_compiled("broadcast_variables", "call it after the function")
     given = [tf.convert_to_tensor(keras.ops.convert_to_tensor(v)) for v in variables]
 
     def run(*arrays: Any) -> list[np.ndarray]:
@@ -39,3 +33,22 @@ def assign(variables: Sequence[Any], ask: Callable[[list[np.ndarray]], Sequence[
     for variable, before, value in zip(variables, given, values):
         value.set_shape(before.shape)
         variable.assign(value)
+
+
+def refuse_compiled(what: str, instead: str) -> None:
+    """Refuses to be part of a function that is traced for XLA.
+
+    Args:
+        what: What is refused.
+        instead: What to do, beside leaving ``jit_compile`` out.
+
+    Raises:
+        ConfigurationError: XLA compiles the function that is traced now.
+    """
+    from tensorflow.python.ops import control_flow_util
+
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ConfigurationError(
+            f"{what} in a tf.function with jit_compile=True: XLA's programs cannot speak to other processes; leave "
+            f"jit_compile out, or {instead}"
+        )

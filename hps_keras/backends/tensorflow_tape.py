@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hps_keras.errors import ConfigurationError
+from hps_keras.backends.tensorflow_function import refuse_compiled
 
 _NONE = tf.UnconnectedGradients.NONE
+_INSTEAD = "let the function return plain gradients and average them outside"
 
 
 def distributed(tape: Any, average: Any, scales_local: bool) -> Any:
@@ -73,7 +74,7 @@ def _averaged(gradients: Sequence[Any], sources: Sequence[Any], average: Callabl
     presence = np.array([g is not None for g in dense], np.float32)
     flat = tf.concat([*(tf.cast(tf.reshape(g, [-1]), tf.float32) for g in like), presence], 0)
     if tf.inside_function():
-        _refuse_compiled()
+        refuse_compiled("DistributedGradientTape", _INSTEAD)
         names = [getattr(s, "path", None) or getattr(s, "name", None) or f"source {i}" for i, s in enumerate(sources)]
         mean = tf.numpy_function(lambda array: average(array, names), [flat], tf.float32)
         mean.set_shape(flat.shape)
@@ -87,13 +88,3 @@ def _averaged(gradients: Sequence[Any], sources: Sequence[Any], average: Callabl
         tf.cast(tf.reshape(piece, tf.shape(g)), g.dtype) if here else None
         for here, piece, g in zip(presence, pieces, like)
     ]
-
-
-def _refuse_compiled() -> None:
-    from tensorflow.python.ops import control_flow_util
-
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ConfigurationError(
-            "DistributedGradientTape in a tf.function with jit_compile=True: XLA's programs cannot speak to other "
-            "processes; leave jit_compile out, or let the function return plain gradients and average them outside"
-        )

@@ -72,7 +72,12 @@ def reduction(
             f"op=Sum with consistency={str(consistency)!r}: only rounds have gradients to add up, asynchronous updates "
             "come one by one; leave op out and multiply the learning rate, or give consistency='bsp'"
         )
-    _check_predivision(gradient_predivide_factor, summed)
+    check_predivision(gradient_predivide_factor, summed)
+    if gradient_predivide_factor != 1:
+        say_once(
+            f"gradient_predivide_factor={gradient_predivide_factor!r} has no effect: gradients are weighted before "
+            "they are added up, in float32, and their mean is the same"
+        )
     _check_process_set(process_set)
     passes = backward_passes_per_step
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
@@ -150,21 +155,20 @@ def _operation(op: Any) -> ReduceOp:
     return chosen
 
 
-def _check_predivision(factor: Any, summed: bool) -> None:
+def check_predivision(factor: Any, summed: bool) -> None:
+    """Checks ``gradient_predivide_factor``.
+
+    Raises:
+        ConfigurationError: It is no number above 0, or given with ``op=Sum``.
+    """
     number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
     if not number or not 0 < factor < math.inf:
         raise ConfigurationError(f"gradient_predivide_factor={factor!r}: give a number above 0, or leave it out")
-    if factor == 1:
-        return
-    if summed:
+    if factor != 1 and summed:
         raise ConfigurationError(
             f"gradient_predivide_factor={factor!r} splits the division of an average in two, and op=Sum has none: "
             "leave one of them out"
         )
-    say_once(
-        f"gradient_predivide_factor={factor!r} has no effect: gradients are weighted before they are added up, in "
-        "float32, and their mean is the same"
-    )
 
 
 def _check_groups(called: str, num_groups: Any, groups: Any) -> None:

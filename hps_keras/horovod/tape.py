@@ -10,7 +10,7 @@ import numpy as np
 from hps_keras import backends, cluster
 from hps_keras.errors import ConfigurationError
 from hps_keras.hints import say_once
-from hps_keras.horovod.arguments import check_flags, check_without_effect
+from hps_keras.horovod.arguments import check_flags, check_predivision, check_without_effect
 from hps_keras.horovod.autograph import as_written
 from hps_keras.horovod.collectives import Average, allreduce
 from hps_keras.horovod.process_sets import global_process_set
@@ -111,14 +111,7 @@ class Reducing:
             raise ConfigurationError(f"op={op!r} of DistributedGradientTape: use hps.Average or hps.Sum")
         if not isinstance(compression, Compressor):
             raise ConfigurationError(f"compression={compression!r}: use hps.Compression.none or hps.Compression.fp16")
-        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if not number or not 0 < factor < float("inf"):
-            raise ConfigurationError(f"gradient_predivide_factor={factor!r}: give a number above 0")
-        if factor != 1 and chosen is not ReduceOp.Average:
-            raise ConfigurationError(
-                f"gradient_predivide_factor={factor!r} with op=hps.Sum: only the division of a mean can be split; "
-                "leave one of them out"
-            )
+        check_predivision(factor, chosen is ReduceOp.Sum)
         self._op, self._factor, self._process_set = chosen, float(factor), process_set
         self._dtype = np.float16 if compression.bits <= 16 else np.float32
         self.alone = cluster.current().alone
