@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -8,6 +9,9 @@ from hypothesis import HealthCheck, settings
 # Time-outs per example would fail on a busy machine; pytest's own time-out is enough.
 settings.register_profile("house", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
+
+# Unbuffered, print writes a line in pieces, and a launcher mixes those of its ranks: tests read whole lines.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(

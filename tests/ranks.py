@@ -111,6 +111,7 @@ class Said(logging.Handler):
 
 def _main() -> None:
     path, folder, init, *names = sys.argv[1:]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a rank that is killed has said it
     import hps_keras as hps
 
     arguments = json.loads(init)

@@ -383,9 +383,9 @@ def test_real_limits(real):
 @slow
 def test_the_limit_follows_the_control_group(real):
     plenty, little, none, again = real["shrinking"]
-    assert plenty > 64
-    assert plenty > little >= none >= 1
-    assert again > little
+    assert min(plenty, again) >= 128, "twice what was tried"
+    # Peaks of equal steps differ by more than the 40 MiB, so which of the two is larger says nothing.
+    assert 1 <= little < 128 and 1 <= none <= 64
 
 
 @slow
