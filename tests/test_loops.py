@@ -273,6 +273,38 @@ def two_models():
     return found
 
 
+def local_layers():
+    """The first layer is each worker's own: it follows its own data, and with the same data moves as all else does."""
+    from models import classification, difference, digest
+
+    me, found = hps.rank(), {}
+
+    def partial(number):
+        model = _model(number)
+        optimizer = hps.PartialDistributedOptimizer(
+            _momentum(), local_layers=model.layers[:1], scale_local_gradients=False
+        )
+        return model, optimizer
+
+    for name, batches in (("same data", _batches()), ("own data", _batches(rank=me))):
+        # What is local begins as it is on each worker, so here all begin alike.
+        model, optimizer = partial(0)
+        with hps.training(model, optimizer) as loop:
+            _loop(model, optimizer, batches, loop, sync_after=5)
+        found[name] = {"local": digest(model.layers[0]), "shared": digest(model.layers[1])}
+        plain, slow = _model(0), _momentum()
+        _loop(plain, slow, batches)
+        found[name]["difference"] = difference(model.weights, plain.weights)
+        model, optimizer = partial(0)
+        model.compile(optimizer, classification())
+        with hps.training(model):
+            for x, y in batches:
+                model.train_on_batch(x, y)
+        found[name]["on batch"] = difference(model.weights, plain.weights)
+        found[name]["shared on batch"] = digest(model.layers[1])
+    return found
+
+
 def assigned():
     """What the script assigns to weights holds where all meet; a batch that fails and is caught is no step."""
     from models import classification, digest
@@ -345,7 +377,7 @@ def refusals():
 @pytest.fixture(scope="module")
 def trained(backend):
     return run(
-        [own_loop, uneven, variants, two_models, on_batch, assigned, refusals],
+        [own_loop, uneven, variants, two_models, local_layers, on_batch, assigned, refusals],
         3,
         init={"dedicated_server": True},
         env={"KERAS_BACKEND": backend},
@@ -402,6 +434,17 @@ def test_several_models_and_optimizers_in_one_loop(trained):
         return
     assert one["difference"] < TOLERANCE and one["updates"] == [10, 10]
     assert one["digest"] == other["digest"]
+
+
+def test_local_layers_are_each_worker_s_own_in_loops(trained):
+    one, other = (trained.results["local_layers"][rank] for rank in (0, 1))
+    for found in (one, other):
+        assert found["same data"]["difference"] < TOLERANCE and found["same data"]["on batch"] < TOLERANCE
+        assert min(found["own data"]["difference"], found["own data"]["on batch"]) > 1e-3, "others' gradients count"
+    for name in ("same data", "own data"):
+        assert one[name]["shared"] == other[name]["shared"]
+        assert one[name]["shared on batch"] == other[name]["shared on batch"]
+    assert one["own data"]["local"] != other["own data"]["local"]
 
 
 def test_what_a_script_assigns_to_weights_holds_where_all_meet(trained):
