@@ -3,9 +3,22 @@
 Horovod's last release builds with TensorFlow 2.18 at most, so it has an environment of its own: ``make test-horovod``.
 """
 
+import os
+import signal
+import time
+
 import pytest
 from ranks import run
-from test_serverless import SHARES, TOLERANCE, agree, has_horovod
+from test_serverless import (
+    SHARES,
+    TOLERANCE,
+    agree,
+    fit_until,
+    has_horovod,
+    killed,
+    raises,
+    stopped_between_steps,
+)
 
 import hps_keras as hps
 
@@ -162,3 +175,46 @@ def test_a_parameter_server_in_a_process_that_horovod_has_begun():
     results = run(served, 3, init={"skip": True}, timeout=400).results["served"]
     assert sorted(results) == [0, 1, 2]
     assert results[0] == results[1] == results[2]
+
+
+# -- how a job ends --
+
+
+def before_an_average(do):
+    """Lets worker 1 do something where the others have already begun an average."""
+    import horovod.tensorflow as engine
+
+    original, calls = engine.grouped_allreduce, []
+
+    def late(tensors, **options):
+        calls.append(1)
+        if hps.rank() == 1 and len(calls) == 4:
+            do()
+        return original(tensors, **options)
+
+    engine.grouped_allreduce = late
+    fit_until(None, where="average")
+
+
+def stopped_in_an_average():
+    before_an_average(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def stuck_in_an_average():
+    before_an_average(lambda: time.sleep(1000))
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (raises, "worker 1 has had enough"),
+        (killed, ""),
+        (stopped_between_steps, "worker 1 fell silent"),
+        (stopped_in_an_average, "worker 1 fell silent"),
+        (stuck_in_an_average, "Missing ranks:\n1"),  # the engine says it, before the time is up
+    ],
+)
+def test_a_job_that_loses_a_worker_ends_and_says_who(job, said):
+    ended = run(job, 3, init=ENGINE, env={"HPS_TIMEOUT": "20"}, timeout=200, check=False)
+    assert ended.returncode != 0, ended.output
+    assert said in ended.output

@@ -10,7 +10,7 @@ and not by a collective that cannot end. Who has ended its epoch goes on to take
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -122,17 +122,23 @@ class Averaging:
         from mpi4py import MPI
 
         pieces = [group.out[start : start + _MOST] for start in range(0, group.out.size, _MOST)]
-        self._await([comm.Iallreduce(MPI.IN_PLACE, [piece, MPI.FLOAT]) for piece in pieces])
+        requests = [comm.Iallreduce(MPI.IN_PLACE, [piece, MPI.FLOAT]) for piece in pieces]
+        line = self._cluster.wire
+        assert line is not None
+        for request in requests:
+            self._await(request.Test, line.patience.rest)
 
-    def _await(self, requests: list[Any]) -> None:
-        """Waits for sums; tells the coordinator now and then that this worker is not the one who is missing."""
+    def _await(self, ended: Callable[[], bool], rest: Callable[[float], object]) -> None:
+        """Waits for a sum; tells the coordinator now and then that this worker is not the one who is missing.
+
+        Args:
+            ended: Whether the sum has.
+            rest: Waits for a while; is given the seconds waited so far.
+        """
         line = self._cluster.wire
         assert line is not None
         began = told = time.monotonic()
-        while requests:
-            if requests[0].Test():
-                requests.pop(0)
-                continue
+        while not ended():
             now = time.monotonic()
             if now - began > 2 * line.timeout:  # the coordinator has not found out who is missing
                 others = ", ".join(
@@ -145,7 +151,7 @@ class Averaging:
             if now - told > min(line.timeout / 4, _REMIND):
                 told = now
                 self._link.tell(Header(Kind.AVERAGING))
-            line.patience.rest(now - began)
+            rest(now - began)
 
     # -- what a server would be asked for --
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from hps_keras.server.twins import checksum
 from hps_keras.worker.averaging import Averaging
 from hps_keras.worker.group import Group
 from hps_keras.worker.link import Link
+
+_REST = 1.0  # seconds between two looks at the time
 
 
 class HorovodAveraging(Averaging):
@@ -35,6 +38,8 @@ class HorovodAveraging(Averaging):
         import horovod.tensorflow as hvd
 
         self._hvd = hvd
+        # The engine blocks who asks it, and who waits must be able to say so.
+        self._engine = ThreadPoolExecutor(1, "hps-horovod")
         self._tensors: list[Any] | None = None  # of the step whose push is next; None: they are in the group's buffer
 
     def gradients(self, step: backends.Step, group: Group, present: Sequence[int]) -> None:
@@ -63,6 +68,12 @@ class HorovodAveraging(Averaging):
             tensors = [tf.convert_to_tensor(view) for view in group.out_views]
         if factor not in (0, 1):
             tensors = [tensor * tf.constant(factor, tensor.dtype) for tensor in tensors]
-        sums = self._hvd.grouped_allreduce(tensors, op=self._hvd.Sum, name=f"hps.optimizer.{group.index}")
-        for view, total in zip(group.out_views, sums):
-            view[...] = total
+
+        def reduce() -> None:
+            sums = self._hvd.grouped_allreduce(tensors, op=self._hvd.Sum, name=f"hps.optimizer.{group.index}")
+            for view, total in zip(group.out_views, sums):
+                view[...] = total
+
+        asked = self._engine.submit(reduce)
+        self._await(asked.done, lambda waited: wait([asked], timeout=_REST))
+        asked.result()  # raises what it has raised
