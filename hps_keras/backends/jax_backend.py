@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 
 from hps_keras.backends import DeviceMemory, GradientFunction, Stash, Step, Updater, pick, rows
@@ -15,10 +16,15 @@ from hps_keras.layout import ParameterLayout
 
 
 class BackendStep(Step):
-    """See :class:`hps_keras.backends.Step`."""
+    """See :class:`hps_keras.backends.Step`.
+
+    Here the state's third part holds the variables of all optimizers one after the other; a loop of several sees a list
+    for each.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
+        self._optimizers = [model.optimizer] if isinstance(model, keras.Model) else model.optimizers
         self._places: dict[int, tuple[Any, ...]] = {}
         self._splits: dict[int, Callable[[np.ndarray], list[Any]]] = {}
         self._spare: list[Any] | None = None
@@ -63,7 +69,7 @@ class BackendStep(Step):
 
     def rewind(self, optimizer: Any) -> None:
         variables = list(self._state[2])
-        place = next(i for i, v in enumerate(self.model.optimizer.variables) if v is optimizer._iterations)
+        place = next(i for i, v in enumerate(self._slots()) if v is optimizer._iterations)
         variables[place] = variables[place] - 1
         self._state[2] = variables
 
@@ -74,32 +80,52 @@ class BackendStep(Step):
         self.samples = samples
         self._given = state
         if state is None:
-            self._state = list(self.read())
+            self._state = [[v.value for v in variables] for variables in self._variables()]
             return
         self._check(state)
         self._state = list(state)
+        if len(self._optimizers) > 1:
+            self._state[2] = [value for values in state[2] for value in values]
+
+    def _slots(self) -> list[Any]:
+        return [v for optimizer in self._optimizers for v in optimizer.variables]
 
     def _variables(self) -> tuple[Sequence[Any], ...]:
         """Those whose values are the training state."""
-        return self.model.trainable_variables, self.model.non_trainable_variables, self.model.optimizer.variables
+        return self.model.trainable_variables, self.model.non_trainable_variables, self._slots()
 
     def _check(self, state: Any) -> None:
         names = ("trainable_variables", "non_trainable_variables", "optimizer_variables")
         if not isinstance(state, (tuple, list)) or len(state) < len(names):
             raise ConfigurationError(f"state={type(state).__name__} of loop.step: give ({', '.join(names)})")
-        for name, values, variables in zip(names, state, self._variables()):
-            if len(values) != len(variables):
+        parts = [(name, values, len(variables)) for name, values, variables in zip(names, state, self._variables())]
+        if len(self._optimizers) > 1:
+            nested = state[2] if isinstance(state[2], (tuple, list)) else ()
+            parts[2:] = [(f"{names[2]}, with a list for each optimizer,", nested, len(self._optimizers))]
+            pairs = zip(self._optimizers, nested)
+            parts += [(f"{names[2]} of {o.name!r}", values, len(o.variables)) for o, values in pairs]
+        for name, values, count in parts:
+            found = len(values) if isinstance(values, (tuple, list)) else f"no list but {type(values).__name__} of"
+            if found != count:
                 raise ConfigurationError(
-                    f"state of loop.step: {name} holds {len(values)} arrays, where the model and its optimizer have "
-                    f"{len(variables)}: begin with the state that loop.state gives inside the block"
+                    f"state of loop.step: {name} holds {found} arrays, where the model and its optimizer have "
+                    f"{count}: begin with the state that loop.state gives inside the block"
                 )
+
+    def _by_optimizer(self, flat: Sequence[Any]) -> Any:
+        """The third part of a state as a loop sees it."""
+        if len(self._optimizers) == 1:
+            return flat
+        ends = np.cumsum([len(optimizer.variables) for optimizer in self._optimizers])
+        return [list(flat[end - len(o.variables) : end]) for o, end in zip(self._optimizers, ends)]
 
     def give(self) -> Any:
         if self._given is None:
             self._write(self.model.trainable_variables, self._state[0])
             return None
         kind = type(self._given)
-        return getattr(kind, "_make", kind)(self._state)
+        first, second, slots, *more = self._state
+        return getattr(kind, "_make", kind)([first, second, self._by_optimizer(slots), *more])
 
     def store(self) -> None:
         for variables, values in zip(self._variables(), self._state):
@@ -112,13 +138,14 @@ class BackendStep(Step):
                 variable.assign(value)
 
     def read(self) -> Any:
-        return tuple([v.value for v in variables] for variables in self._variables())
+        first, second, slots = ([v.value for v in variables] for variables in self._variables())
+        return first, second, self._by_optimizer(slots)
 
     def _place(self, optimizer: Any) -> tuple[Any, ...]:
         known = self._places.get(id(optimizer))
         if known is None:
             half = optimizer.__dict__["_hps"]
-            slots = {id(v): i for i, v in enumerate(self.model.optimizer.variables)}
+            slots = {id(v): i for i, v in enumerate(self._slots())}
             trainable = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
             if id(half.meta) not in slots:
                 raise ConfigurationError(

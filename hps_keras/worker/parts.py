@@ -104,9 +104,4 @@ def check_parts(parts: Parts) -> None:
                 f"hps.training of model {parts.name!r}: {what}; give it "
                 "hps.training(model, optimizer) with optimizer = hps.DistributedOptimizer(...), made after hps.init()"
             )
-    if keras.backend.backend() == "jax" and len(parts.optimizers) > 1:
-        raise ConfigurationError(
-            f"optimizer: hps.training has {len(parts.optimizers)} of them, and on JAX one training state holds the "
-            "variables of one; train one model after the other, each in a block of its own"
-        )
     check_model(parts)
