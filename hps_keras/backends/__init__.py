@@ -146,12 +146,13 @@ class Step(ABC):
         samples: Samples that the last step trained on.
         retries: Whether a step that fails for want of memory is run again, and its memory is measured: it then ends
             with all that it computes, and what a failure would destroy is kept.
+        others: Whether steps of other models, with optimizers of their own, are part of the same training.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.samples = 0
-        self.retries = False
+        self.retries = self.others = False
 
     @abstractmethod
     def run(self, train_function: Callable[..., Any], *arguments: Any) -> None:

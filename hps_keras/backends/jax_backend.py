@@ -141,12 +141,15 @@ class BackendStep(Step):
         first, second, slots = ([v.value for v in variables] for variables in self._variables())
         return first, second, self._by_optimizer(slots)
 
-    def _place(self, optimizer: Any) -> tuple[Any, ...]:
+    def _place(self, optimizer: Any) -> tuple[Any, ...] | None:
+        """Where in the state an optimizer's stash and its variables are; None if it is another model's."""
         known = self._places.get(id(optimizer))
         if known is None:
             half = optimizer.__dict__["_hps"]
             slots = {id(v): i for i, v in enumerate(self._slots())}
             trainable = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
+            if id(half.meta) not in slots and self.others:
+                return None
             if id(half.meta) not in slots:
                 raise ConfigurationError(
                     f"optimizer {optimizer.name!r} is not the one that the model was compiled with: on JAX only that "
@@ -160,22 +163,40 @@ class BackendStep(Step):
         return known
 
     def stash(self, optimizer: Any) -> Stash:
-        count, rate, mask = np.asarray(self._state[2][self._place(optimizer)[0]])
-        return Stash(int(count), float(rate), optimizer.__dict__["_hps"].masks[int(mask)])
+        place, half = self._place(optimizer), optimizer.__dict__["_hps"]
+        count, rate, mask = np.asarray(half.meta.value if place is None else self._state[2][place[0]])
+        return Stash(int(count), float(rate), half.masks[int(mask)] if half.masks else ())
 
     def copy_gradient(self, optimizer: Any, index: int, view: np.ndarray) -> None:
-        view[...] = np.asarray(self._state[2][self._place(optimizer)[1][index]])
+        place = self._place(optimizer)
+        assert place  # or it would not have been applied
+        view[...] = np.asarray(self._state[2][place[1][index]])
 
     def assign(self, optimizer: Any, variables: Sequence[int], layout: ParameterLayout, flat: np.ndarray) -> None:
-        places = self._place(optimizer)[2]
+        place = self._place(optimizer)
         split = self._splits.get(id(optimizer))
         if split is None:
             dtypes = [str(v.dtype) for v in pick(optimizer, variables)]
             split = self._splits[id(optimizer)] = _jax_splitter(layout, dtypes)
+        if place is None:
+            self._assign_other(pick(optimizer, variables), split(flat))
+            return
         values = list(self._state[0])
         for index, value in zip(variables, split(flat)):
-            values[places[index]] = value
+            values[place[2][index]] = value
         self._state[0] = values
+
+    def _assign_other(self, variables: Sequence[Any], fresh: Sequence[Any]) -> None:
+        """Assigns to variables of another model, which may be in this one too, as a GAN's discriminator is."""
+        for part in (0, 1):
+            places = {id(v): i for i, v in enumerate(self._variables()[part])}
+            values = list(self._state[part])
+            for variable, value in zip(variables, fresh):
+                if id(variable) in places:
+                    values[places[id(variable)]] = value
+            self._state[part] = values
+        for variable, value in zip(variables, fresh):
+            variable.assign(value)
 
 
 def _jax_splitter(layout: ParameterLayout, dtypes: Sequence[str]) -> Callable[[np.ndarray], list[Any]]:

@@ -25,7 +25,7 @@ from hps_keras.errors import ConfigurationError
 from hps_keras.slots import state_to_send
 from hps_keras.wire import Header, Kind
 from hps_keras.worker.group import Group
-from hps_keras.worker.inventory import asked_resizing, common_weights, moving_variables, ownership
+from hps_keras.worker.inventory import asked_resizing, common_weights, moving_variables, ownership, separate
 from hps_keras.worker.link import Link
 from hps_keras.worker.pushes import Pushes
 from hps_keras.worker.stash import applied_since
@@ -118,7 +118,7 @@ class Exchange:
         self.training.prepare()
 
     def start(self) -> None:
-        """Gives this model the chief's weights, and declares its optimizer when that needs no first step."""
+        """Gives this model the chief's weights, and declares its optimizers when that needs no first step."""
         self.started = True
         weights = common_weights(self.model)
         described, memory = wire.bundle([ops.convert_to_numpy(v) for v in weights])
@@ -127,10 +127,12 @@ class Exchange:
         if fresh is not None:
             for variable, value in zip(weights, wire.unbundle(described, fresh)):
                 variable.assign(np.array(value))
-        compiled = self.model.optimizer
-        if {id(o) for o in [compiled, *wrapping.inside(compiled)]} >= {id(o) for o in wrapping.wrapped_in(self.model)}:
+        compiled, wrapped = self.model.optimizer, wrapping.wrapped_in(self.model)
+        if {id(o) for o in [compiled, *wrapping.inside(compiled)]} >= {id(o) for o in wrapped}:
             if not compiled.built:
                 compiled.build(self.model.trainable_variables)
+            self._declare({})
+        elif separate(wrapped):
             self._declare({})
 
     def _declare(self, present: dict[int, tuple[int, ...]]) -> None:

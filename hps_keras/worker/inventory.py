@@ -18,6 +18,12 @@ from hps_keras.worker.local import ids_in
 logger = logging.getLogger("hps_keras")
 
 
+def separate(optimizers: Sequence[Any]) -> bool:
+    """Whether all optimizers are built, and no variable is known to two of them: each then owns what it knows."""
+    known = [id(v) for o in optimizers if o.built for v in o._trainable_variables]
+    return all(o.built for o in optimizers) and len(known) == len(set(known))
+
+
 def ownership(optimizers: Sequence[Any], present: dict[int, tuple[int, ...]]) -> list[list[int]]:
     """Which of its variables each optimizer owns.
 

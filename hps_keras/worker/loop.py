@@ -99,17 +99,9 @@ class Loop:
         A JAX loop begins with it, inside the block: all workers then have the chief's weights. Variables of several
         models stand one after the other, in their order; of several optimizers ``optimizer_variables`` has a list for
         each. None on TensorFlow and torch, where variables hold the state.
-
-        Raises:
-            ConfigurationError: One of several optimizers is not built: nobody but the script knows what it trains.
         """
         self._check_open("state")
         for optimizer in self._parts.optimizers:
-            if not optimizer.built and len(self._parts.optimizers) > 1:
-                raise ConfigurationError(
-                    f"optimizer {optimizer.name!r} of hps.training is one of {len(self._parts.optimizers)} and has no "
-                    "variables yet: build it with those that it trains, optimizer.build(model.trainable_variables)"
-                )
             if not optimizer.built:
                 optimizer.build(self._parts.trainable_variables)
         return self._step.read()
@@ -207,7 +199,8 @@ class Loop:
             exchange.start()
         if id(model) not in self._steps:
             backends.watch(model)
-            self._steps[id(model)] = backends.step(model)
+            step = self._steps[id(model)] = backends.step(model)
+            step.others = len(wrapped_in(self._parts)) > len(wrapped_in(model))
         model.train_function = unguarded(model.train_function)
         model.make_train_function()
         model.train_function = Exchanging(model.train_function, exchange, self._steps[id(model)])
@@ -280,11 +273,6 @@ def attach(model: Any, batch: Any) -> bool:
         raise ConfigurationError(
             f"train_on_batch of model {model.name!r}, while model {loop._parts.name!r} is trained: let both be trained "
             "in one block, `with hps.training([one, other]):`, around the whole loop"
-        )
-    if backends.name() == "jax" and len(wrapped_in(loop._parts)) > len(wrapped_in(model)):
-        raise ConfigurationError(
-            f"train_on_batch of model {model.name!r} in a block with other optimizers: on JAX only the state of one "
-            "passes through Keras's step; write the step with optimizer.stateless_apply, and call loop.step after it"
         )
     loop.wrap(model)
     return True

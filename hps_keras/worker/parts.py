@@ -9,7 +9,7 @@ import keras
 
 from hps_keras.errors import ConfigurationError
 from hps_keras.optimizer import wrapped_in
-from hps_keras.worker.inventory import check_model
+from hps_keras.worker.inventory import check_model, separate
 
 
 class Parts:
@@ -104,4 +104,10 @@ def check_parts(parts: Parts) -> None:
                 f"hps.training of model {parts.name!r}: {what}; give it "
                 "hps.training(model, optimizer) with optimizer = hps.DistributedOptimizer(...), made after hps.init()"
             )
+    # By the end of a first step, which could tell, JAX's variables are old and may be gone.
+    if keras.backend.backend() == "jax" and len(parts.optimizers) > 1 and not separate(parts.optimizers):
+        raise ConfigurationError(
+            f"optimizers {[o.name for o in parts.optimizers]} of hps.training: on JAX build each before the block, "
+            "with the variables that it alone trains: optimizer.build(generator.trainable_variables)"
+        )
     check_model(parts)
