@@ -103,7 +103,7 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
                 if hps.is_server():
                     continue
                 callbacks = [clock]
-            model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=callbacks)
+            model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=callbacks)
             if repetition == 0:
                 clock.seconds.clear()  # tracing and compiling
     if hps.is_server():

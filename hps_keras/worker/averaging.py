@@ -10,7 +10,7 @@ and not by a collective that cannot end. Who has ended its epoch goes on to take
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,9 @@ from hps_keras.wire import Flag, Header, Kind
 from hps_keras.worker.group import Group
 from hps_keras.worker.link import Link
 
+# A sum goes in pieces that stay in the processor's caches, which MPI's own buffer for a large gradient does not. 100 MB
+# on 2 ranks within a training: 44 to 60 ms whole, 18 to 31 in such pieces, and 38 to 54 with four of them at a time.
+_BLOCK = 1 << 17  # elements of a piece for each worker, which reduces about as much of it
 _MOST = 1 << 28  # elements of one collective: counts of MPI end at 2^31
 _REMIND = 10.0  # seconds, at most
 
@@ -118,40 +121,38 @@ class Averaging:
             group.out.fill(0)
         elif factor != 1:
             np.multiply(group.out, np.float32(factor), out=group.out)
-        comm = self._cluster.averages
+        comm, flat = self._cluster.averages, group.out
         from mpi4py import MPI
 
-        pieces = [group.out[start : start + _MOST] for start in range(0, group.out.size, _MOST)]
-        requests = [comm.Iallreduce(MPI.IN_PLACE, [piece, MPI.FLOAT]) for piece in pieces]
-        line = self._cluster.wire
-        assert line is not None
-        for request in requests:
-            self._await(request.Test, line.patience.rest)
+        size = min(_BLOCK * len(self._cluster.workers), _MOST)
+        pieces = (flat[start : start + size] for start in range(0, flat.size, size))
+        self._await(comm.Iallreduce(MPI.IN_PLACE, [piece, MPI.FLOAT]) for piece in pieces)
 
-    def _await(self, ended: Callable[[], bool], rest: Callable[[float], object]) -> None:
-        """Waits for a sum; tells the coordinator now and then that this worker is not the one who is missing.
+    def _await(self, requests: Iterator[Any]) -> None:
+        """Waits for sums; tells the coordinator now and then that this worker is not the one who is missing.
 
         Args:
-            ended: Whether the sum has.
-            rest: Waits for a while; is given the seconds waited so far.
+            requests: Begins one after the other. What it yields has MPI's ``Test``.
         """
         line = self._cluster.wire
         assert line is not None
-        began = told = time.monotonic()
-        while not ended():
-            now = time.monotonic()
-            if now - began > 2 * line.timeout:  # the coordinator has not found out who is missing
-                others = ", ".join(
-                    self._cluster.name(w) for w in self._cluster.workers if w != self._cluster.world_rank
-                )
-                raise ExchangeTimeout(
-                    f"worker {self._cluster.rank}: an average has not ended for {now - began:.0f} s (HPS_TIMEOUT is "
-                    f"{line.timeout:g} s); one of {others} does not take part"
-                )
-            if now - told > min(line.timeout / 4, _REMIND):
-                told = now
-                self._link.tell(Header(Kind.AVERAGING))
-            rest(now - began)
+        told = time.monotonic()
+        for request in requests:
+            began = time.monotonic()
+            while not request.Test():
+                now = time.monotonic()
+                if now - began > 2 * line.timeout:  # the coordinator has not found out who is missing
+                    others = ", ".join(
+                        self._cluster.name(w) for w in self._cluster.workers if w != self._cluster.world_rank
+                    )
+                    raise ExchangeTimeout(
+                        f"worker {self._cluster.rank}: an average has not moved for {now - began:.0f} s (HPS_TIMEOUT "
+                        f"is {line.timeout:g} s); one of {others} does not take part"
+                    )
+                if now - told > min(line.timeout / 4, _REMIND):
+                    told = now
+                    self._link.tell(Header(Kind.AVERAGING))
+                line.patience.rest(now - began)
 
     # -- what a server would be asked for --
 

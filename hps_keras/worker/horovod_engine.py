@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,17 @@ from hps_keras.worker.group import Group
 from hps_keras.worker.link import Link
 
 _REST = 1.0  # seconds between two looks at the time
+
+
+class _Asked(NamedTuple):
+    """What another thread does, as if it were a request of MPI."""
+
+    future: Future[None]
+
+    def Test(self) -> bool:
+        """Whether it has ended; waits for it a little."""
+        wait([self.future], timeout=_REST)
+        return self.future.done()
 
 
 class HorovodAveraging(Averaging):
@@ -74,6 +85,6 @@ class HorovodAveraging(Averaging):
             for view, total in zip(group.out_views, sums):
                 view[...] = total
 
-        asked = self._engine.submit(reduce)
-        self._await(asked.done, lambda waited: wait([asked], timeout=_REST))
-        asked.result()  # raises what it has raised
+        asked = _Asked(self._engine.submit(reduce))
+        self._await(iter([asked]))
+        asked.future.result()  # raises what it has raised
