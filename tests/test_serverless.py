@@ -524,6 +524,14 @@ def one_ends_its_training_first():
         model.train_on_batch(x, x[:, :1])
 
 
+def check_ending(job, said, init):
+    """The job fails, and its output holds what is to be said."""
+    # Less would end a job whose workers only wait for a core.
+    ended = run(job, 3, init=init, env={"HPS_TIMEOUT": "20"}, timeout=200, check=False)
+    assert ended.returncode != 0, ended.output
+    assert said in ended.output
+
+
 @marked
 @pytest.mark.parametrize(
     ("job", "said"),
@@ -537,10 +545,7 @@ def one_ends_its_training_first():
     ],
 )
 def test_a_job_that_loses_a_worker_ends_and_says_who(job, said):
-    # Less would end a job whose workers only wait for a core.
-    ended = run(job, 3, init=SERVERLESS, env={"HPS_TIMEOUT": "20"}, timeout=200, check=False)
-    assert ended.returncode != 0, ended.output
-    assert said in ended.output
+    check_ending(job, said, SERVERLESS)
 
 
 def without_horovod():

@@ -25,7 +25,7 @@ class BackendStep(Step):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._optimizers = [model.optimizer] if isinstance(model, keras.Model) else model.optimizers
-        self._places: dict[int, tuple[Any, ...]] = {}
+        self._places: dict[int, tuple[Any, ...] | None] = {}
         self._splits: dict[int, Callable[[np.ndarray], list[Any]]] = {}
         self._spare: list[Any] | None = None
         self._proven = 0  # the largest batch that fitted
@@ -143,24 +143,26 @@ class BackendStep(Step):
 
     def _place(self, optimizer: Any) -> tuple[Any, ...] | None:
         """Where in the state an optimizer's stash and its variables are; None if it is another model's."""
-        known = self._places.get(id(optimizer))
-        if known is None:
-            half = optimizer.__dict__["_hps"]
-            slots = {id(v): i for i, v in enumerate(self._slots())}
-            trainable = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
-            if id(half.meta) not in slots and self.others:
+        if id(optimizer) not in self._places:
+            self._places[id(optimizer)] = self._find(optimizer)
+        return self._places[id(optimizer)]
+
+    def _find(self, optimizer: Any) -> tuple[Any, ...] | None:
+        half = optimizer.__dict__["_hps"]
+        slots = {id(v): i for i, v in enumerate(self._slots())}
+        if id(half.meta) not in slots:
+            if self.others:
                 return None
-            if id(half.meta) not in slots:
-                raise ConfigurationError(
-                    f"optimizer {optimizer.name!r} is not the one that the model was compiled with: on JAX only that "
-                    "one's state passes through the step"
-                )
-            known = self._places[id(optimizer)] = (
-                slots[id(half.meta)],
-                [slots[id(v)] for v in half.gradients],
-                [trainable[id(v)] for v in optimizer._trainable_variables],
+            raise ConfigurationError(
+                f"optimizer {optimizer.name!r} is not the one that the model was compiled with: on JAX only that "
+                "one's state passes through the step"
             )
-        return known
+        trainable = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
+        return (
+            slots[id(half.meta)],
+            [slots[id(v)] for v in half.gradients],
+            [trainable[id(v)] for v in optimizer._trainable_variables],
+        )
 
     def stash(self, optimizer: Any) -> Stash:
         place, half = self._place(optimizer), optimizer.__dict__["_hps"]
@@ -188,8 +190,8 @@ class BackendStep(Step):
 
     def _assign_other(self, variables: Sequence[Any], fresh: Sequence[Any]) -> None:
         """Assigns to variables of another model, which may be in this one too, as a GAN's discriminator is."""
-        for part in (0, 1):
-            places = {id(v): i for i, v in enumerate(self._variables()[part])}
+        for part, own in enumerate((self.model.trainable_variables, self.model.non_trainable_variables)):
+            places = {id(v): i for i, v in enumerate(own)}
             values = list(self._state[part])
             for variable, value in zip(variables, fresh):
                 if id(variable) in places:
